@@ -106,6 +106,7 @@ class Plan:
             kv_dtype=self.kv_dtype,
             device=self.device,
             group=self.group,
+            n_rows=self.n_rows,
             prefix_len=self.prefix_len,
             gen_len=self.gen_len,
             capacity=self.capacity,

@@ -23,6 +23,21 @@ class Launch(NamedTuple):
         self.kernel[self.grid](**self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)
 
 
+class Multiprocessors(NamedTuple):
+    """The number of multiprocessors, and the bytes of shared memory that a program may have; by default an H200's."""
+
+    n: int = 132
+    shared: int = 227 * 1024
+
+
+def multiprocessors(device: torch.device) -> Multiprocessors:
+    """Return those of a GPU, or the default for launches without one."""
+    if device.type != "cuda":
+        return Multiprocessors()
+    found = torch.cuda.get_device_properties(device)
+    return Multiprocessors(found.multi_processor_count, found.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
 def launch_on(device: torch.device, launches: Sequence[Launch]) -> None:
     """Launch kernels on a device: Triton uses the current device, wherever the tensors are."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 import torch
 
 from common.errors import flag, refuse
-from common.process import local_rank, local_world_size
+from common.process import local_rank, local_world_size, world_size
 from models.checkpoints.model_source import ModelSource
 from models.config import ModelConfig
+from models.kernels.linear_speed import saves_time
 from models.kernels.packed_linear import can_pack, packs_twice
-from models.kernels.quantize import linear_bytes, takes_shape
+from models.kernels.quantize import OLDEST_CAPABILITY, linear_bytes, takes_shape
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -43,22 +44,30 @@ def auto_dtype(device: str, source: ModelSource) -> tuple[torch.dtype, str]:
 
 
 def auto_draft_weights(
-    device: str, dtype: torch.dtype, linears: Sequence[tuple[int, ...]], published: Sequence[str] = ()
+    device: str, dtype: torch.dtype, linears: Sequence[tuple[int, ...]], published: Sequence[str] = (), n_row: int = 1
 ) -> str | None:
     """Return the scheme that `--draft_weights auto` stands for, or None.
 
-    4 bits are faster than 8, but a model that was not published in 4 bits loses more acceptance.
+    4 bits are faster than 8, but a model that was not published in 4 bits loses more acceptance. On a GPU layers are
+    timed; not by several processes, which would have to agree.
 
     Args:
         dtype: dtype of the draft.
-        linears: shapes `(d_out, d_in)` of the draft's linear layers, as ranks hold them.
+        linears: shapes `(d_out, d_in)` of the linear layers of a block of the draft, as ranks hold them.
         published: formats of the published weights (see `ModelSource.published`).
+        n_row: rows that decode together.
     """
-    if device != "cpu" or dtype not in (torch.float32, torch.bfloat16) or not torch.cpu._is_vnni_supported():
+    on_cpu, had_4_bits = device == "cpu", any(name.startswith(("Q4", "IQ4")) for name in published)
+    if dtype not in (torch.float32, torch.bfloat16) or (on_cpu and not torch.cpu._is_vnni_supported()):
         return None
-    had_4_bits = any(name.startswith(("Q4", "IQ4")) for name in published)
-    scheme = "int4" if had_4_bits and multiplies_bfloat16() else "int8"  # PyTorch's kernel for 4 bits is slower
-    return scheme if linears and all(takes_shape(shape, scheme) for shape in linears) else None
+    # On a CPU, PyTorch's kernel for 4 bits is slower.
+    scheme = "int4" if had_4_bits and (not on_cpu or multiplies_bfloat16()) else "int8"
+    if not linears or not all(takes_shape(shape, scheme) for shape in linears):
+        return None
+    if on_cpu:
+        return scheme
+    fits = world_size() == 1 and torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
+    return scheme if fits and saves_time(scheme, tuple(linears), n_row, device) else None
 
 
 def model_bytes(config: ModelConfig, dtype: torch.dtype, quantize: str | None, device: str) -> int:

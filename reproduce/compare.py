@@ -5,6 +5,7 @@
     python -m reproduce.compare --drafters self --gammas 1 3 5 auto --budgets 128 512 auto --repeats 3
     python -m reproduce.compare --prompts reproduce/prompts/copying.jsonl --drafters ngram suffix+self
     python -m reproduce.compare --chat --prompts spec-bench --per_category 10
+    python -m reproduce.compare --tasks ruler:vt longbench:qasper.jsonl --contexts 1000 4000 --drafters self:snapkv
     python -m reproduce.compare --storages float32 int8-int8 --drafters self --texts greedy sampled --repeats 3
 
 A record has the rows of all contenders at a context, on the prompts of a file, or in a category of conversations.
@@ -15,6 +16,9 @@ a round before the target verifies, on a CPU. With --repeats, figures are median
 With several policies, `self:full` is compared, too: the ceiling, a draft of all entries with weights like theirs, which
 are those of the benchmarks unless --draft_weights says others. `difference` is that of the acceptance from the first
 drafter's on the same text, with its 95% interval over rows.
+
+--tasks: `score` is the mean of the task's metric over the answers of plain decoding, which drafts do not change. The
+texts of ruler: are made by --seed; contexts of files that are too long lose their middle.
 
 --texts: greedy and sampled are decoded; book (the data set's text after each prompt), passkey and multikey (the right
 answers to questions about facts that stand early in a prompt) are teacher-forced, which measures acceptance alone.
@@ -41,13 +45,14 @@ from common.provenance import provenance
 from common.say import note_without_effect
 from common.tables import console
 from engine.drafters.config import DrafterConfig
-from reproduce.helpers.batches import KINDS, Batch, batches_of, longest_form, turns_of
+from reproduce.helpers.batches import KINDS, Batch, batches_of, examples_of, longest_form, turns_of
 from reproduce.helpers.columns import of, shown
 from reproduce.helpers.contenders import SETTINGS, Decoder, Forced, summary_rows
 from reproduce.helpers.drafters import named_configs
 from reproduce.helpers.llama_cpp import peers
 from reproduce.helpers.pairs import with_differences
 from reproduce.helpers.records import Record
+from reproduce.tasks.task import Example, Task, tasks_of
 
 CHATS = "reproduce/prompts/question.jsonl"
 PLAIN, GREEDY, SAMPLED = "plain", "greedy", "sampled"
@@ -62,12 +67,14 @@ STORAGES: dict[str, dict[str, Any]] = {
     "int4-int8": {"dtype": "bfloat16", "quantize": "int4", "kv_dtype": "int8"},
 }
 COLUMNS = (
-    "storage prefix_len category text drafter gamma draft_reads sequences acceptance difference mean_accepted_length "
-    "distinct_4gram_fraction baseline_step_ms verify_ratio draft_ratio drafting_ratio speedup wall_speedup identical"
+    "storage prefix_len category task text score drafter gamma draft_reads sequences acceptance difference "
+    "mean_accepted_length distinct_4gram_fraction "
+    "baseline_step_ms verify_ratio draft_ratio drafting_ratio speedup wall_speedup identical"
 )
 CEILING = "self:full"
 Number = int | Literal["auto"]
 Sessions = dict[str | None, bench.Session]
+Tasks = Sequence[tuple[Task, list[Example]]]
 
 
 @dataclass(frozen=True)
@@ -94,10 +101,13 @@ class Flags:
     prompts: str | None = None
     """whole prompts in place of stretches of the data set: a file or a known set, as in the benchmarks"""
     chat: bool = False  # decode --prompts as conversations through the chat template, by category
+    tasks: tuple[str, ...] = ()
+    """prompts with right answers, --num_prompts of each, of at most --contexts tokens: ruler:TASK, or longbench:FILE or
+    infinitebench:FILE, a published .jsonl (reproduce/tasks/tasks.toml)"""
     categories: tuple[str, ...] = ()  # with --chat: only these
     per_category: int | None = None  # with --chat: conversations of each category, the first ones
     B: BatchSize = 8  # prompts decoded together
-    gen_len: int = 64  # new tokens; with --chat, of each turn, at most
+    gen_len: int = 64  # new tokens; with --chat, of each turn, at most; --tasks have their own number
     repeats: int = 1  # decodes of each batch by each drafter
     llama_cpp: bool = False  # time llama.cpp on a GGUF in the model's folder, too: pip install llama-cpp-python==0.3.36
 
@@ -115,15 +125,23 @@ class Flags:
             note_without_effect(unused, why)
         if self.sampling.temperature > 0 and SAMPLED not in self.kinds:
             note_without_effect(["temperature"], "no text is sampled")
-        if (forced := [text for text in self.kinds if text in FORCED]) and (self.prompts or self.chat):
+        whole = [name for name in ("prompts", "chat", "tasks") if getattr(self, name)]
+        if self.tasks and len(whole) > 1:
+            refuse("tasks", whole[0], "no other prompts", "there are two sets of prompts", "leave one out")
+        if whole and (forced := [text for text in self.kinds if text in FORCED]):
             what = "a text that is teacher-forced is cut from the data set"
-            refuse("texts", " ".join(forced), f"{GREEDY} or {SAMPLED}", what, f"leave out {flag('prompts')}")
+            refuse("texts", " ".join(forced), f"{GREEDY} or {SAMPLED}", what, f"leave out {flag(whole[0])}")
         require_appendable(self.output.output)
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of text to draft."""
         return self.texts or ((SAMPLED if self.sampling.temperature > 0 else GREEDY),)
+
+    def tasks_at(self, context: int) -> Tasks:
+        """Return the tasks, with examples of at most `context` tokens. Errors: UserError."""
+        n, seed, target = self.num_prompts or self.B, self.sampling.seed or 0, self.target.with_text()
+        return tasks_of(self.tasks, n, context, seed, target, self.text.dataset)
 
     def sampling_of(self, text: str) -> Sampling:
         """Return how a kind of text is decoded."""
@@ -152,6 +170,17 @@ def open_sessions(flags: Flags, configs: Configs, context: int | None, ids: list
         plans[storage] = bench.resolve_several(run, drafts, ids, at_once=None if any(chooses) else 1)
     n_continued = flags.gen_len if {*FORCED}.intersection(flags.kinds) else 0
     return {storage: bench.Session.of_plan(plan, n_continued) for storage, plan in plans.items()}
+
+
+def task_records(flags: Flags, configs: Configs, context: int, tasks: Tasks) -> Iterator[Record]:
+    """Yield the record of each task at a context. Errors: UserError."""
+    flags = replace(flags, gen_len=max(task.new_tokens for task, _ in tasks))
+    sessions = open_sessions(flags, configs, None, [each.prompt for _, examples in tasks for each in examples])
+    named = {"context": context, "texts_seed": flags.sampling.seed or 0}
+    for task, examples in tasks:
+        shorter = {storage: session.variant(gen_len=task.new_tokens) for storage, session in sessions.items()}
+        batches = examples_of(next(iter(shorter.values())), task, examples)
+        yield from measure(flags, configs, shorter, named | {"task": task.name}, batches)
 
 
 def records_at(flags: Flags, configs: Configs, context: int | None) -> Iterator[Record]:
@@ -223,10 +252,13 @@ def main(flags: Flags) -> None:
         names = (*names, CEILING)
     configs = named_configs(names, flags.draft, flags.budgets, flags.gammas, is_repeated)
     contexts, records = flags.contexts or (CONTEXT,), list[Record]()
-    for context in (None,) if flags.prompts or flags.chat else contexts:
-        for record in records_at(flags, configs, context):
-            append_record(flags.output.output, record)
-            records.append(record)
+    if flags.tasks:  # all are read before any is run
+        parts = [task_records(flags, configs, *each) for each in [(n, flags.tasks_at(n)) for n in contexts]]
+    else:
+        parts = [records_at(flags, configs, n) for n in ((None,) if flags.prompts or flags.chat else contexts)]
+    for record in chain.from_iterable(parts):
+        append_record(flags.output.output, record)
+        records.append(record)
     rows = with_differences(summary_rows(records), [f"drafter={configs[0][0]}"])
     notes = ["  *: slower than plain decoding"] if any(row.get("speedup") for row in rows) else []
     if any(row["difference"] for row in rows):

@@ -40,10 +40,11 @@ from common.provenance import provenance
 from common.say import say
 from engine.controller import Controller
 from engine.sampling.noise import Stream, gumbel
-from kv_cache import FullKVCache
+from kv_cache import FullKVCache, KVCache, StreamingKVCache
 from kv_cache.entries import SCORE_CHUNK
 from models.attention import AttentionSpec, select_backend
 from models.config import ModelConfig
+from models.kernels.linear_speed import graph_ms
 from models.kernels.quantize import quantized_linear
 from models.names import SCHEMES
 from models.storage import KV_DTYPES
@@ -57,9 +58,7 @@ def milliseconds(device: str, call: Callable[[], object]) -> float:
     call()  # the first call is slower
     if device == "cpu":
         return 1e3 * median(timeit(call, number=1) for _ in range(3))
-    from triton.testing import do_bench_cudagraph
-
-    return do_bench_cudagraph(call, return_mode="median")
+    return graph_ms(device, call)
 
 
 def dtype_of(device: str) -> torch.dtype:
@@ -80,16 +79,20 @@ def attention(
     tokens: Sequence[int] = (1, 4),
     kv: Sequence[str] = ("same",),
     has_scores: bool = False,
+    in_order: bool = True,
 ) -> Record:
     """Time a layer's attention over full rows, as a multiple of a copy of as many bytes. shapes: query and KV heads,
-    head_dim, rows, entries a row. kv: storages of the entries. has_scores: scores of chunks are written, too."""
+    head_dim, rows, entries a row. kv: storages of the entries. has_scores: scores of chunks are written, too.
+    in_order: False for rings."""
     rate, times = copy_rate(device), dict[str, float]()
     for storage, (*heads, batch, n_slot), n_token in itertools.product(kv, shapes, tokens):
         spec = AttentionSpec(*heads, None, dtype_of(device))
         kernel, why = select_backend(backend, device, spec)
         assert kernel.name == backend, why
         config = ModelConfig(8, 1, 64, *heads, 8, max_context=n_slot)
-        cache = FullKVCache(config, batch, n_slot, device, KV_DTYPES.get(storage, spec.dtype))
+        dtype = KV_DTYPES.get(storage, spec.dtype)
+        cache: KVCache = FullKVCache(config, batch, n_slot, device, dtype)
+        cache = cache if in_order else StreamingKVCache(config, batch, n_slot, 4, device, dtype)
         cache.positions.copy_(torch.arange(n_slot).expand(batch, -1))
         randomise(cache)
         q = torch.randn(batch, n_token, heads[0], heads[2], device=device).to(spec.dtype)

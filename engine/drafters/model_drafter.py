@@ -234,7 +234,7 @@ class ModelDrafterConfig(DrafterConfig):
         is_auto = self.draft_weights == self.draft_dtype == AUTO and target.weights.quantize is None
         if is_auto and source is not None and not source.config.n_expert:
             shapes = _linear_shapes(source.config, n_ranks)
-            scheme = auto_draft_weights(target.device, self.dtype(target), shapes, source.published)
+            scheme = auto_draft_weights(target.device, self.dtype(target), shapes, source.published, target.n_rows)
         if scheme:
             check_scheme(scheme, target.device, source.config.n_expert if source else 0)
         return scheme

@@ -44,7 +44,8 @@ class Weights:
 class PlannedTarget:
     """The target that drafts are planned for, as its run stores it, and the sizes of the run.
 
-    prefix_len: tokens of the longest prompt. capacity: tokens of the longest row; 0 while they follow from gamma.
+    n_rows: rows that decode together. prefix_len: tokens of the longest prompt. capacity: tokens of the longest row; 0
+    while they follow from gamma.
     group: ranks that hold the target, in shard order. load_format, changes: see `find_model`; a second model is
     found in the same way. repeats_plain: True if plain decoding runs, and speculation emits its tokens.
     """
@@ -53,6 +54,7 @@ class PlannedTarget:
     kv_dtype: torch.dtype
     device: str
     group: tuple[int, ...]
+    n_rows: int
     prefix_len: int
     gen_len: int
     capacity: int = 0

@@ -2,14 +2,16 @@
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
-from common.launch import Launch, launch_on, strides_of
+from common.launch import Launch, launch_on, multiprocessors, strides_of
+from common.say import say
 from kv_cache.entries import KV, SCORE_CHUNK, Packed
 from models.attention.base import MAX_BLOCK, AnySlots, AttentionSpec
 from models.attention.torch_backend import TorchAttention
@@ -23,7 +25,8 @@ MIN_CHUNK = 256  # slots; a shorter chunk would spend its time filling its pipel
 # Slots of a chunk for each query row: writing and reading float32 results then moves about an eighth of the bytes of KV
 # entries of 16 bits.
 SLOTS_PER_ROW = 16
-DEFAULT_SM_COUNT = 132  # multiprocessors of an H100 or H200; for launches without a GPU
+# Bytes of shared memory that the largest tile of 16-bit entries takes with all its stages.
+LARGEST_SHARED = 125 * 1024
 # Chunks that `combine` merges at a time, and its warps.
 COMBINE_CHUNKS, COMBINE_WARPS = 16, 4
 # Scores that a program of `score_chunks` takes, chunks whose sums it merges at a time, and its warps.
@@ -56,11 +59,12 @@ class TileConfig:
     num_stages: int
 
 
-def tile_config(n_row: int, head_dim: int, kv_itemsize: int) -> TileConfig:
-    """Return the tile for `n_row` query rows (tokens times group) per KV head, and entries of `kv_itemsize` bytes.
+def tile_config(n_row: int, head_dim: int, kv_itemsize: int, shared: int) -> TileConfig:
+    """Return the tile for `n_row` query rows (tokens times group) per KV head, entries of `kv_itemsize` bytes, and
+    `shared` bytes of shared memory.
 
     The stages keep some 64 KiB in flight on a multiprocessor, in the one to four programs whose registers fit there.
-    Nothing spills on sm_80 or sm_90 (`tests/support/kernel_launches.py`).
+    Nothing spills on sm_80, sm_86 or sm_90 (`tests/support/kernel_launches.py`).
     """
     rows = min(max(triton.next_power_of_2(n_row), MIN_ROWS), MAX_ROWS)
     num_stages = 3 if head_dim * kv_itemsize >= 256 else 4
@@ -69,7 +73,8 @@ def tile_config(n_row: int, head_dim: int, kv_itemsize: int) -> TileConfig:
         is_large = rows * head_dim > 2048 or head_dim * kv_itemsize == 64
         return TileConfig(rows, 32, 4, num_stages=5) if is_large else TileConfig(rows, 64, 4, num_stages)
     # Registers leave room for one program per multiprocessor; entries of 8 bits need more of them to be converted.
-    return TileConfig(rows, 32 if kv_itemsize == 1 else 64, num_warps=8, num_stages=num_stages + 1)
+    num_stages += shared >= LARGEST_SHARED
+    return TileConfig(rows, 32 if kv_itemsize == 1 else 64, num_warps=8, num_stages=num_stages)
 
 
 def packed_tile_config(n_row: int) -> TileConfig:
@@ -121,8 +126,8 @@ def plan(q: Tensor, kv: KV, block: TritonPrepared) -> tuple[list[Launch], Tensor
     n_slot, n_kv_head = kv.keys.shape[1:3]
     group = n_head // n_kv_head
     n_row = n_token * group
-    sm_count = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else DEFAULT_SM_COUNT
-    sources = [(_stored(q, kv, block), tile_config(n_row, head_dim, kv.keys.element_size()))]
+    has = multiprocessors(q.device)
+    sources = [(_stored(q, kv, block), tile_config(n_row, head_dim, kv.keys.element_size(), has.shared))]
     if kv.packed is not None:
         sources.append((_packed(kv.packed), packed_tile_config(n_row)))
     chunks, counts = [], []
@@ -130,7 +135,9 @@ def plan(q: Tensor, kv: KV, block: TritonPrepared) -> tuple[list[Launch], Tensor
         n_program = triton.cdiv(n_row, tile.rows) * batch * n_kv_head
         # Chunks below the minimum cost more than the balance that they bring is worth.
         min_chunk = max(MIN_CHUNK, SLOTS_PER_ROW * n_row)
-        chunks.append(chunk_length(source["n_slot"], n_program, tile, sm_count, min_chunk))
+        if n_program >= has.n and not source["IN_ORDER"]:  # rings are equally long, and fill the device whole
+            min_chunk = source["n_slot"]
+        chunks.append(chunk_length(source["n_slot"], n_program, tile, has.n, min_chunk))
         counts.append(triton.cdiv(source["n_slot"], chunks[-1]))
     n_chunk = sum(counts)
     is_split, is_scored = n_chunk > 1, kv.chunk_scores is not None
@@ -216,5 +223,14 @@ class TritonAttention:
             return self.fallback.attend(q, kv, prepared.for_torch)
         q = q if q.stride(-1) == 1 else q.contiguous()
         launches, out = plan(q, kv, prepared)
-        launch_on(q.device, launches)
+        try:
+            launch_on(q.device, launches)
+        except OutOfResources as error:
+            _note_fallback(str(error))
+            return self.fallback.attend(q, kv, prepared.for_torch)
         return out
+
+
+@cache
+def _note_fallback(why: str) -> None:
+    say(f"note: attention of some blocks runs in PyTorch, since the Triton kernel does not fit on this GPU: {why}")

@@ -5,22 +5,23 @@ kernels of CPUs (oneDNN) and GPUs (cuBLAS) multiply 8 bits by 8 bits. Sums are e
 depend on the other tokens.
 
 int4: a scale and a lowest value per group of 32 inputs (`low + scale * q`, q in 0..15). Activations are in bfloat16
-(tinygemm; on a GPU many rows are multiplied by dequantised weights), or in 8 bits in `linear_cpp`. A group spans
-its smallest to its largest weight. GGUF's Q4_1 is made in this way, so a checkpoint that was expanded from it gets its
-codes back; only the scales are rounded, to bfloat16.
+(tinygemm on a CPU; on a GPU a Triton kernel, and dequantised weights for many rows), or in 8 bits in `linear_cpp`. A
+group spans its smallest to its largest weight. GGUF's Q4_1 is made in this way, so a checkpoint that was expanded from
+it gets its codes back; only the scales are rounded, to bfloat16.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import refuse
-from common.launch import missing_launcher, works
+from common.launch import missing_launcher, run, works
 from kv_cache.entries import quantize
 from models.kernels import linear_cpp
 from models.kernels.row_bits import multiply_rows
@@ -29,11 +30,9 @@ from models.names import SCHEMES
 GROUP = 32
 INT4_LEVELS = 15
 OLDEST_CAPABILITY = (8, 0)
-# Tiles of 16 inputs that tinygemm for GPUs keeps together, the largest that divides the inputs: a thread's load.
-INNER_K_TILES = (8, 4, 2)
-# tinygemm dequantises all weights for every 16 rows. With more rows than this, it is faster to dequantise them once and
-# to multiply in bfloat16 (H100, `linears` of reproduce/results/gpu.jsonl: 0.24 ms per 16 rows; once, 1.2 ms).
-MOST_TINYGEMM_ROWS = 80
+UNIT = 4 * GROUP  # inputs whose codes a GPU's kernel reads together
+INT4_DTYPE = torch.bfloat16  # of activations
+INT4_ALLOWED = 1e-2  # relative error of products; rounding of bfloat16 weights is the same on both sides
 FEWEST_CUDA_ROWS = 17  # cuBLAS does not multiply fewer rows in 8 bits
 
 
@@ -103,7 +102,8 @@ class Int4Linear(QuantizedLinear):
     """W in 4 bits, d_in a multiple of GROUP; x and the products in bfloat16, or x in 8 bits."""
 
     bits = 4
-    scale_and_zero: Tensor
+    grids: Tensor
+    arrived: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
@@ -111,22 +111,26 @@ class Int4Linear(QuantizedLinear):
         if self._in_cpp:
             self.register_buffer("weight", linear_cpp.pack_int4(q, scale, low + 8 * scale))
             return
-        for_cpu = torch.ops.aten._convert_weight_to_int4pack_for_cpu
-        self.register_buffer("weight", for_cpu(q, 1) if self._on_cpu else pack_for_cuda(q))
-        # PyTorch does not document the layout. If it is not what `unpack_from_cuda` expects, only the kernel is used.
-        self.unpacks = not self._on_cpu and bool((unpack_from_cuda(self.weight) == q).all())
-        # tinygemm computes weight = (q - 8) * scale + zero.
-        scale_and_zero = torch.stack([scale, low + 8 * scale], dim=-1).transpose(0, 1)
-        self.register_buffer("scale_and_zero", scale_and_zero.to(torch.bfloat16).contiguous())
+        # A weight is (q - 8) * scale + zero.
+        grids = torch.stack([scale, low + 8 * scale], dim=-1).transpose(0, 1).to(torch.bfloat16).contiguous()
+        if self._on_cpu:
+            self.register_buffer("weight", torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1))
+            self.register_buffer("grids", grids)
+            return
+        packed, grids = pack_int4(q, grids)
+        self.register_buffer("weight", packed)
+        self.register_buffer("grids", grids)
+        self.register_buffer("arrived", torch.zeros(len(q) // 64, dtype=torch.int32, device=q.device), persistent=False)
 
     def multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        x, weights = x.to(torch.bfloat16).contiguous(), (self.weight, self.scale_and_zero)
-        if self.unpacks and len(x) > MOST_TINYGEMM_ROWS:
-            kernels = triton_kernels(x.device.type)
-            return F.linear(x, kernels.run(kernels.plan_weights(*weights)) if kernels else dequantize(*weights))
-        aten = torch.ops.aten
-        tinygemm = aten._weight_int4pack_mm_for_cpu if self._on_cpu else aten._weight_int4pack_mm
-        return tinygemm(x, self.weight, GROUP, self.scale_and_zero)
+        x = x.to(INT4_DTYPE).contiguous()
+        if self._on_cpu:
+            return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.weight, GROUP, self.grids)
+        kernels, packed = int4_kernels(x.device.type), (self.weight, self.grids)
+        if kernels and len(x) <= kernels.MOST_ROWS:
+            return run(kernels.plan_product(x, *packed, self.arrived, dtype))
+        weights = run(kernels.plan_weights(*packed, x.shape[1])) if kernels else dequantize(*packed, x.shape[1])
+        return F.linear(x, weights.to(x.dtype))
 
 
 @cache
@@ -136,8 +140,43 @@ def triton_kernels(device: str) -> ModuleType | None:
         return None
     from models.kernels import triton_quantize
 
-    trial = partial(triton_quantize.difference, device, dequantize)
-    return triton_quantize if works(trial, "multiplies quantised weights") else None
+    trial = partial(triton_quantize.difference, device)
+    return triton_quantize if works(trial, "multiplies weights in 8 bits") else None
+
+
+@cache
+def int4_kernels(device: str) -> ModuleType | None:
+    """Return `triton_int4`; None if Triton cannot start kernels, or with a note if they are wrong."""
+    if missing_launcher():
+        return None
+    from models.kernels import triton_int4
+
+    trial = partial(int4_difference, device, triton_int4)
+    return triton_int4 if works(trial, "multiplies weights in 4 bits") else None
+
+
+def int4_difference(device: str, kernels: Any) -> str | None:
+    """Return how far the kernels' results on a device are from PyTorch's on the CPU; None if they are close.
+
+    Rows of each tile and splits of the inputs are compared: in bfloat16 on a GPU, in float32 in Triton's interpreter.
+    """
+    generator, dtype = torch.Generator().manual_seed(0), torch.float32 if device == "cpu" else torch.bfloat16
+    for n_row, d_out, d_in in ((1, 192, 96), (20, 128, 288), (100, 128, 192)):
+        q, scale, low = quantize_groups(torch.randn(d_out, d_in, generator=generator))
+        # bfloat16 holds these weights, however a kernel rounds.
+        grids = torch.stack([scale.new_tensor(2.0) ** scale.log2().round(), low.round()], -1).transpose(0, 1)
+        packed, grids = pack_int4(q, grids.to(torch.bfloat16).contiguous())
+        weights, x = dequantize(packed, grids, d_in), torch.randn(n_row, d_in, generator=generator).to(dtype)
+        on_device = packed.to(device), grids.to(device)
+        written = run(kernels.plan_weights(*on_device, d_in)).cpu()
+        arrived = torch.zeros(d_out // 64, dtype=torch.int32, device=device)
+        for _ in range(2):  # the second finds what the first left
+            y = run(kernels.plan_product(x.to(device), *on_device, arrived, torch.float32)).cpu()
+        wanted = x.double() @ weights.double().T
+        error = float((y - wanted).norm() / wanted.norm())
+        if not (torch.equal(written, weights) and error < INT4_ALLOWED):
+            return f"{n_row} rows, {d_in} inputs: equal weights {torch.equal(written, weights)}, error {error:.1e}"
+    return None
 
 
 def round_to_uint8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,30 +190,26 @@ def runs_on_cpu(weight: Tensor) -> bool:
     return weight.device.type == "cpu"
 
 
-def pack_for_cuda(q: Tensor) -> Tensor:
-    """Pack codes `[d_out, d_in]` int32 of 0..15 in the layout of tinygemm's kernel for GPUs."""
-    pairs = (q[:, ::2] << 4 | q[:, 1::2]).to(torch.uint8)
-    tiles = next(tiles for tiles in INNER_K_TILES if q.shape[1] % (16 * tiles) == 0)
-    return torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), tiles)
+def pack_int4(q: Tensor, grids: Tensor) -> tuple[Tensor, Tensor]:
+    """Pack codes `[d_out, d_in]` of 0..15 and grids `[d_in / GROUP, d_out, 2]` bfloat16 for a GPU.
 
-
-def unpack_from_cuda(packed: Tensor) -> Tensor:
-    """Invert `pack_for_cuda`: `[d_out / 8, d_in / (16 * tiles), 32, tiles / 2]` int32 -> `[d_out, d_in]` uint8.
-
-    A lane's word has output `lane // 4` of 8. Its bits from `16 * h + 4 * j` on are input `8 * j + 2 * (lane % 4) + h`
-    of 32 (j in 0..3, h in 0..1): the B operand of tensor cores (PyTorch, aten/src/ATen/native/cuda/int4mm.cu).
+    Returns `[units, d_out, GROUP]` int16, whose word j has the codes of inputs j, GROUP + j, 2 * GROUP + j and
+    3 * GROUP + j of a unit, and `[4 * units, d_out]` int32, the scale in its lower half. The last unit may have zeros.
     """
-    n_tile, n_block, _, n_word = packed.shape
-    lanes = packed.view(torch.uint8).view(n_tile, n_block, 8, 4, n_word, 2, 2)  # ..., h, j // 2
-    q = torch.stack([lanes & 15, lanes >> 4], dim=-1)  # ..., j % 2
-    return q.permute(0, 2, 1, 4, 6, 7, 3, 5).reshape(8 * n_tile, -1)
+    padding = -q.shape[1] % UNIT
+    groups = F.pad(q, (0, padding)).unflatten(1, (-1, 4, GROUP))
+    words = sum(groups[:, :, i] << 4 * i for i in range(4))
+    padded = F.pad(grids, (0, 0, 0, 0, 0, padding // GROUP))
+    return words.to(torch.int16).transpose(0, 1).contiguous(), padded.view(torch.int32).squeeze(-1)
 
 
-def dequantize(packed: Tensor, scale_and_zero: Tensor) -> Tensor:
-    """Return the weights `[d_out, d_in]` bfloat16 that tinygemm multiplies with, with its rounding."""
-    q = unpack_from_cuda(packed).unflatten(1, (-1, GROUP)).to(torch.bfloat16).sub_(8)
-    scale, zero = scale_and_zero.transpose(0, 1).unsqueeze(2).unbind(-1)
-    return torch.addcmul(zero, q, scale, out=q).flatten(1)
+def dequantize(packed: Tensor, grids: Tensor, d_in: int) -> Tensor:
+    """Return the weights `[d_out, d_in]` bfloat16 of `pack_int4`."""
+    bits = torch.arange(0, 16, 4, device=packed.device)[:, None, None]
+    codes = (packed.to(torch.int32)[:, None] >> bits & 15) - 8  # [units, 4, d_out, GROUP]
+    scale, zero = grids.view(torch.bfloat16).view(-1, 4, packed.shape[1], 2)[..., None, :].unbind(-1)
+    weights = torch.addcmul(zero, codes.to(torch.bfloat16), scale)
+    return weights.permute(2, 0, 1, 3).flatten(1)[:, :d_in].contiguous()
 
 
 def quantize_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,4 @@
-"""Triton kernels for `quantize`: round activations to 8 bits, scale products, dequantise weights in 4 bits."""
-
-from collections.abc import Callable
+"""Triton kernels for `quantize`: round activations to 8 bits, and scale products."""
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +11,7 @@ from common.launch import run as run
 from kv_cache.entries import SMALLEST_SCALE, quantize
 
 LEAST_SCALE = tl.constexpr(SMALLEST_SCALE)
-OUTPUTS, GROUPS, WARPS = 1024, 64, 4  # per program: outputs that it scales, groups that it dequantises, warps
+OUTPUTS, WARPS = 1024, 4  # per program: outputs that it scales, warps
 
 
 @triton.jit(do_not_specialize=["n_row"])
@@ -56,40 +54,13 @@ def plan_products(sums: Tensor, scales: Tensor, row_scales: Tensor, dtype: torch
     return Launch(scale_products, (n_row, triton.cdiv(n_out, OUTPUTS)), arguments, WARPS, num_stages=1), out
 
 
-@triton.jit
-def dequantize_row(packed, grids, out, n_out, n_group, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write an output's weights to `out [n_out, 32 * n_group]`; `quantize.unpack_from_cuda` explains the layout.
-
-    A group's inputs are `8 * j + 2 * lane + h`: [groups, j, lane, h].
-    """
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None, None, None]
-    j, lane = tl.arange(0, 4)[None, :, None, None], tl.arange(0, 4)[None, None, :, None]
-    h, exists = tl.arange(0, 2)[None, None, None, :], group < n_group
-    tile = row // 8 * (n_group // WORDS) + group // WORDS
-    words = tl.load(packed + (tile * 32 + row % 8 * 4 + lane) * WORDS + group % WORDS, mask=exists, other=0)
-    grids += (group * n_out + row) * 2
-    step, zero = tl.load(grids, mask=exists, other=0.0), tl.load(grids + 1, mask=exists, other=0.0)
-    codes = ((words >> (16 * h + 4 * j)) & 15) - 8
-    weights = codes.to(tl.float32) * step.to(tl.float32) + zero.to(tl.float32)
-    tl.store(out + row * n_group * 32 + group * 32 + 8 * j + 2 * lane + h, weights.to(tl.bfloat16), mask=exists)
-
-
-def plan_weights(packed: Tensor, grids: Tensor) -> tuple[Launch, Tensor]:
-    """Plan `models.kernels.quantize.dequantize`."""
-    n_group, n_out = grids.shape[:2]
-    arguments = {"packed": packed, "grids": grids, "n_out": n_out, "n_group": n_group, "BLOCK": GROUPS}
-    arguments |= {"out": (out := grids.new_empty(n_out, n_group * 32)), "WORDS": packed.shape[-1]}
-    return Launch(dequantize_row, (n_out, triton.cdiv(n_group, GROUPS)), arguments, WARPS, num_stages=1), out
-
-
-def difference(device: str, dequantize: Callable[[Tensor, Tensor], Tensor]) -> str | None:
+def difference(device: str) -> str | None:
     """Return how the kernels' results on a device differ from PyTorch's on the CPU; None if all are equal."""
     generator = torch.Generator().manual_seed(0)
     rows, scales = quantize(x := torch.randn(3, 200, generator=generator), torch.int8)
-    sums, packed = (torch.randint(-(2**31), 2**31, n, generator=generator).int() for n in ((5, 200), (2, 3, 32, 2)))
-    grids = torch.randint(-7, 8, (6, 16, 2), generator=generator).bfloat16()  # Triton's interpreter cuts off bits
-    expected = F.pad(rows, (0, 0, 0, 2)), scales, sums[:3] * x[0] * scales[:, None], dequantize(packed, grids)
-    x, sums, scales, packed, grids = (tensor.to(device) for tensor in (x, sums, scales, packed, grids))
-    found = *run(plan_rows(x, 5)), run(plan_products(sums, x[0], scales, x.dtype)), run(plan_weights(packed, grids))
+    sums = torch.randint(-(2**31), 2**31, (5, 200), generator=generator).int()
+    expected = F.pad(rows, (0, 0, 0, 2)), scales, sums[:3] * x[0] * scales[:, None]
+    x, sums, scales = (tensor.to(device) for tensor in (x, sums, scales))
+    found = *run(plan_rows(x, 5)), run(plan_products(sums, x[0], scales, x.dtype))
     equal = [torch.equal(ours.cpu(), pytorchs) for ours, pytorchs in zip(found, expected, strict=True)]
-    return None if all(equal) else f"equal activations, their scales, products, weights: {equal}"
+    return None if all(equal) else f"equal activations, their scales, products: {equal}"

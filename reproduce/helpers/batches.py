@@ -1,14 +1,16 @@
-"""Batches of prompts: those of a session, conversations turn by turn, and needles (RULER, arXiv 2404.06654)."""
+"""Batches of prompts: of a session, of a task, of conversations turn by turn, and needles (RULER, arXiv 2404.06654)."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 
 import bench
 from bench.data import Prompt
 from common.errors import refuse
 from models.checkpoints.chat_template import ChatTemplate
+from reproduce.tasks.task import Example, Task
 
 NEEDLE = "One of the special magic codes for {key} is: {value}. "
 QUESTION = "\nWhat are all the special magic codes mentioned in the provided text for {keys}? They are: "
@@ -27,7 +29,8 @@ class Batch:
     """Prompts that are decoded together.
 
     first: number of the first request, on which samples depend. sources: a number of the text that each prompt comes
-    from. continuations: tokens that follow each prompt in its text. talks: messages of each conversation.
+    from. continuations: tokens that follow each prompt in its text. talks: messages of each conversation. score:
+    returns the score of each answer, from 0 to 1.
     """
 
     prompts: list[list[int]]
@@ -35,6 +38,7 @@ class Batch:
     sources: Sequence[int]
     continuations: list[list[int]] = field(default_factory=list)
     talks: Sequence[list[dict[str, str]]] = ()
+    score: Callable[[Sequence[str]], list[float]] | None = None
 
     def answer(self, texts: Sequence[str]) -> None:
         """Add the answers to the conversations."""
@@ -49,6 +53,13 @@ def batches_of(session: bench.Session) -> Iterator[Batch]:
         rows = slice(first, first + n_rows)
         prompts = session.prompts[rows]
         yield Batch(prompts, first, range(first, first + len(prompts)), session.continuations[rows])
+
+
+def examples_of(session: bench.Session, task: Task, examples: Sequence[Example]) -> Iterator[Batch]:
+    """Yield the prompts of a task's examples, as many at a time as the session has rows."""
+    for batch in batches_of(replace(session, prompts=[example.prompt for example in examples])):
+        rows = [examples[source] for source in batch.sources]
+        yield replace(batch, score=partial(task.scores, rows))
 
 
 def turns_of(category: Sequence[Prompt], template: ChatTemplate, n_rows: int) -> Iterator[Batch]:

@@ -76,6 +76,7 @@ NAMED = (acceptance_text, bench.reads_text, drafter_text, paired_text, identical
 VALUES: dict[str, Callable[[Record], object]] = {
     **{each.__name__: each for each in (*NAMED, published.target_name, published.draft_name)},
     "speedup_with_error": lambda record: with_error(record["speedup"], record.get("speedup_standard_error"), 2),
+    "score_with_error": lambda record: with_error(record.get("score"), record.get("score_standard_error"), 2),
     "gain": gain_text,
     "gain_by_acceptance": partial(gain_text, speedup="wall_speedup", more="acceptance_rate"),
     "published_speedup": partial(published_text, published.published_speedups),

@@ -32,7 +32,7 @@ OF_REPEATS = ("choices", "measured_costs", "measured_costs_seconds")
 SUMMED = ("sequences", "identical_sequences", "rounds", "drafted", "verified", "accepted", "emitted", "seconds")
 SUMMED += ("baseline_emitted", "baseline_seconds")
 SHARED = ("model", "prompts", "B", "gen_len", "verification", "temperature", "drafter", "gamma", "draft_budget")
-SIZES = ("category", "storage", "dataset", "prefix_len")
+SIZES = ("category", "task", "context", "storage", "dataset", "prefix_len")
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,12 @@ class Contender:
 @dataclass(frozen=True)
 class Decoder(Contender):
     """A contender that decodes. plain: the contender without drafts. outputs: by repeat and batch. costs: those by
-    which each repeat chose its drafts."""
+    which each repeat chose its drafts. scores: of the first repeat's answers to a task."""
 
     plain: Decoder | None = None
     outputs: dict[int, list[bench.Decoded]] = field(default_factory=dict)
     costs: dict[int, bench.RunCosts | None] = field(default_factory=dict)
+    scores: list[float] = field(default_factory=list)
 
     def run(self, batch: Batch, repeat: int) -> None:
         """Decode a batch from the prefilled state with a new drafter, which knows nothing of other runs."""
@@ -97,6 +98,8 @@ class Decoder(Contender):
         output = bench.decode(session, str(self), controller, timer)
         self.outputs.setdefault(repeat, []).append(output)
         self.count(batch, output.stats.rows)
+        if batch.score and session.tokenizer and repeat == 0:
+            self.scores.extend(batch.score([session.tokenizer.decode(tokens) for tokens in output.tokens]))
 
     def row(self) -> Record:
         """Return the row of a record. Lists have a value for each repeat; counts and seconds are sums over repeats."""
@@ -118,6 +121,9 @@ class Decoder(Contender):
         row |= {"seconds": sum(output.stats.decode_seconds for _, output in pairs)}
         row |= {"baseline_emitted": sum(plain.stats.counts.emitted for plain, _ in pairs)}
         row |= {"baseline_seconds": sum(plain.stats.decode_seconds for plain, _ in pairs)}
+        if scores := self.plain.scores:  # drafts change no token
+            error = ratio_standard_error([(score, 1.0) for score in scores])
+            row |= {"score": fmean(scores), "score_standard_error": error, "scores": scores}
         parts = [[output.phases.get(name, ()) for name in ("resume", "draft")] for _, output in pairs]
         phases = [sum(both) for each in parts for both in zip(*each, strict=True)]
         row |= {"drafting_ms": 1e3 * fmean(phases) if phases else None}

@@ -13,6 +13,8 @@ from bench.config import RunConfig, Sizes, Target
 from bench.plan import resolve
 from engine.drafters.self_speculation import SelfConfig
 from kv_cache.streaming import Streaming
+from models import storage
+from models.kernels import linear_speed
 from models.storage import auto_draft_weights, auto_dtype
 from tests.support.hf_tiny import SHAPE
 from tests.support.machine import needs_vnni
@@ -57,7 +59,6 @@ def test_a_target_is_stored_in_a_dtype_that_loses_nothing(device, bfloat16, publ
     [
         ({}, "int8"),
         ({"dtype": torch.float64}, None),
-        ({"device": "cuda:0"}, None),
         ({"linears": [(128, 64), (64, 92)]}, None),
         ({"published": ["Q4_1", "Q8_0"]}, "int4"),
         ({"published": ["Q4_1"], "linears": [(128, 64), (64, 24)]}, None),
@@ -69,6 +70,41 @@ def test_a_draft_has_few_bits_where_they_are_fastest(changed, scheme, cpu) -> No
     assert auto_draft_weights(**usual | changed) == scheme
     cpu(True, False)
     assert auto_draft_weights(**usual | changed) is None
+
+
+def test_a_draft_on_a_gpu_has_few_bits_where_they_take_less_time(cpu, monkeypatch) -> None:
+    """A GPU of another kind than the CPU; several processes, which could disagree, and old GPUs measure nothing."""
+    cpu(False, False)
+    measured, usual = list[Any](), {"device": "cuda:1", "dtype": torch.bfloat16, "linears": [(128, 64)], "n_row": 5}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(storage, "saves_time", lambda *given: measured.append(given) or given[0] == "int4")
+    assert auto_draft_weights(**usual) is None
+    assert auto_draft_weights(**usual, published=["Q4_K"]) == "int4"
+    assert measured == [("int8", ((128, 64),), 5, "cuda:1"), ("int4", ((128, 64),), 5, "cuda:1")]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert auto_draft_weights(**usual, published=["Q4_K"]) is None
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert auto_draft_weights(**usual, published=["Q4_K"]) is None and len(measured) == 2
+
+
+@pytest.mark.parametrize("ms", [1.0, 3.0])
+def test_layers_of_a_scheme_are_timed_next_to_bfloat16(ms, monkeypatch, capsys) -> None:
+    """Both run all layers; those in 4 bits take `ms`, those in bfloat16 2."""
+    seen = list[tuple[str, int]]()
+
+    def timed(device: str, call) -> float:
+        (layers,) = call.args
+        call()
+        seen.append((type(layers[0]).__name__, len(layers)))
+        return ms if seen[-1][0] == "Int4Linear" else 2.0
+
+    monkeypatch.setattr(linear_speed, "missing_launcher", lambda: None)
+    monkeypatch.setattr(linear_speed, "graph_ms", timed)
+    linear_speed.saves_time.cache_clear()
+    assert linear_speed.saves_time("int4", ((128, 64), (64, 128)), 3, "cpu") == (ms < 2)
+    assert seen == [("Int4Linear", 2), ("Linear", 2)] and ("int4 takes 3.000 ms" in capsys.readouterr().err) == (ms > 2)
+    linear_speed.saves_time.cache_clear()
 
 
 @pytest.mark.parametrize(("flag", "quantize"), [("auto", "int8"), ("same", None), ("int4", "int4")])

@@ -118,7 +118,7 @@ def test_numbers_of_quantised_layers(scheme, record_property):
         levels, scale, low = quantize_groups(weight)
         grid = (levels.unflatten(1, (-1, GROUP)) * scale[..., None] + low[..., None]).flatten(1)
     layer, errors = quantized_linear(weight.to(DEVICE), bias.to(DEVICE), scheme), []
-    for n_row in (1, 16, 17, 300):
+    for n_row in (1, 16, 17, 32, 64, 100, 300):
         x = torch.randn(n_row, 576, generator=generator)
         wanted = x.double() @ grid.double().T + bias
         errors.append(((layer(x.to(DEVICE)).cpu() - wanted).norm() / wanted.norm()).item())
@@ -154,12 +154,9 @@ def test_selection_kernel(dtype, n_slot):
 @pytest.mark.skipif(not ON_CUDA, reason="Triton's interpreter runs triton_cases.py instead")
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8], ids=dtype_name)
 @pytest.mark.parametrize("group", [16, 64])
-def test_packing_kernel(stored, group, monkeypatch):
+def test_packing_kernel(stored, group):
     """Bits in 4-bit entries equal PyTorch's, for rows that go on in blocks."""
-    found = []
-    for kernel in (None, triton_packing):
-        monkeypatch.setattr("kv_cache.quantized.kernel_for", lambda *_, kernel=kernel: kernel)
-        found.append(packed_in_turns(stored, group, 128, DEVICE))
+    found = [packed_in_turns(stored, group, 128, kernel, DEVICE) for kernel in (None, triton_packing)]
     assert all(map(torch.equal, *found))
 
 

@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -15,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from common.launch import Launch
+from common.launch import Launch, Multiprocessors
 from common.say import dtype_name
 from engine.sampling import triton_draws
 from kv_cache.entries import KV, LARGEST, SCORE_CHUNK, Packed
@@ -28,12 +29,13 @@ from models.attention import triton_backend
 from models.attention.base import AttentionSpec
 from models.attention.triton_kernels import split_kv
 from models.config import ModelConfig
-from models.kernels import triton_quantize
+from models.kernels import triton_int4, triton_quantize
+from models.kernels.quantize import GROUP, UNIT
 
 IN_4_BITS = "4 bits"
 Record = dict[str, Any]
 # Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide, table 30).
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 # Tokens and query heads of a KV head, by the number of query rows, their product.
 BLOCKS = {16: (4, 4), 32: (8, 4), 64: (16, 4), 128: (16, 8)}
 BATCH, N_KV_HEAD, N_IDS = 8, 8, 128256
@@ -57,30 +59,34 @@ def problem_of(kernel: Record) -> str | None:
     return text if spilled or kernel["shared"] > most else None
 
 
-def launches(dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int, cache: str) -> list[Launch]:
-    """Return the launches of an attention over one of CACHES, on tensors without storage."""
+def launches(
+    dtype: torch.dtype, entries: torch.dtype, head_dim: int, n_row: int, cache: str, batch: int = BATCH, arch: int = 90
+) -> list[Launch]:
+    """Return the launches of an attention over one of CACHES on a GPU, on tensors without storage."""
     empty = partial(torch.empty, device="meta")
     (n_token, group), (in_order, window, n_slot) = BLOCKS[n_row], CACHES[cache]
-    q = empty(BATCH, n_token, N_KV_HEAD * group, head_dim, dtype=dtype)
-    stored = empty(BATCH, N_KV_HEAD, n_slot, head_dim, dtype=entries).transpose(1, 2)
-    scales = empty(BATCH, N_KV_HEAD, n_slot).transpose(1, 2) if entries in LARGEST else None
+    q = empty(batch, n_token, N_KV_HEAD * group, head_dim, dtype=dtype)
+    stored = empty(batch, N_KV_HEAD, n_slot, head_dim, dtype=entries).transpose(1, 2)
+    scales = empty(batch, N_KV_HEAD, n_slot).transpose(1, 2) if entries in LARGEST else None
     spec = AttentionSpec(N_KV_HEAD * group, N_KV_HEAD, head_dim, window, dtype)
-    positions = empty(BATCH, n_slot, dtype=torch.int64)
+    positions = empty(batch, n_slot, dtype=torch.int64)
     slots = SimpleNamespace(positions=positions, in_order=in_order, block_ends_view=False)
-    block = triton_backend.TritonPrepared(spec, empty(BATCH, n_token, dtype=torch.int64), slots)
+    block = triton_backend.TritonPrepared(spec, empty(batch, n_token, dtype=torch.int64), slots)
     kv = KV(stored, stored, scales, scales)
     if cache == NOTING:
-        scores = empty(BATCH, n_token, N_KV_HEAD, n_slot // SCORE_CHUNK)
-        kv = kv._replace(rows=empty(BATCH, dtype=torch.int64), chunk_scores=scores)
+        scores = empty(batch, n_token, N_KV_HEAD, n_slot // SCORE_CHUNK)
+        kv = kv._replace(rows=empty(batch, dtype=torch.int64), chunk_scores=scores)
     if cache == IN_4_BITS:  # the default of `kv_cache.quantized`: packed entries next to a ring
-        group, of_head = 16, (BATCH, N_KV_HEAD)
+        group, of_head = 16, (batch, N_KV_HEAD)
         codes = empty(*of_head, n_slot // group, head_dim // 2, group, dtype=torch.uint8)
         grids = empty(2, *of_head, n_slot // group, head_dim, dtype=torch.bfloat16)
         value_grids = empty(2, *of_head, head_dim // group, n_slot, dtype=torch.bfloat16)
-        ring = empty(BATCH, 64 + 3 * group, dtype=torch.int64)
+        ring = empty(batch, 64 + 3 * group, dtype=torch.int64)
         packed = Packed(codes, codes.view(*of_head, n_slot, -1), grids, value_grids, n_slot, ring)
         kv = KV(*(x[:, : ring.shape[1]] for x in (stored, stored)), packed=packed)
-    return triton_backend.plan(q, kv, block)[0]
+    gpu = Multiprocessors(shared=SHARED_LIMIT[arch])
+    with patch.object(triton_backend, "multiprocessors", lambda _: gpu):
+        return triton_backend.plan(q, kv, block)[0]
 
 
 def variants(arch: int) -> Iterator[tuple[str, Launch]]:
@@ -97,7 +103,7 @@ def variants(arch: int) -> Iterator[tuple[str, Launch]]:
         for entries, n_row, cache in itertools.product(runs, BLOCKS, CACHES):
             if cache == IN_4_BITS and entries != dtype:
                 continue  # the ring next to the codes is stored like any cache
-            each = launches(dtype, entries, head_dim, n_row, cache)
+            each = launches(dtype, entries, head_dim, n_row, cache, arch=arch)
             splits = [launch for launch in each if launch.kernel is split_kv]
             merge = next(iter(each[len(splits) :]), merge)
             yield f"{dtype_name(dtype)}, {dtype_name(entries)} KV, {head_dim} x {n_row} rows, {cache}", splits[-1]
@@ -114,8 +120,17 @@ def other_variants() -> Iterator[tuple[str, Launch]]:
     x, sums, scales = empty(64, 14336, dtype=torch.bfloat16), empty(64, 4096, dtype=torch.int32), empty(4096)
     yield "round activations", triton_quantize.plan_rows(x, 17)[0]
     yield "scale products", triton_quantize.plan_products(sums, scales, scales[:64], x.dtype)[0]
-    grids = empty(448, 4096, 2, dtype=x.dtype)
-    yield "dequantise weights", triton_quantize.plan_weights(empty(512, 112, 32, 4, dtype=sums.dtype), grids)[0]
+    for n_row, (d_out, d_in) in itertools.product((1, 32, 64, 128), ((28672, 4096), (4096, 14336), (960, 576))):
+        packed = (
+            empty(-(-d_in // UNIT), d_out, GROUP, dtype=torch.int16),
+            empty(-(-d_in // GROUP), d_out, dtype=sums.dtype),
+        )
+        given, arrived = empty(n_row, d_in, dtype=x.dtype), empty(d_out // 64, dtype=sums.dtype)
+        launch = triton_int4.plan_product(given, *packed, arrived, x.dtype)[0]
+        yield f"multiply {n_row} rows by {d_out} x {d_in} in 4 bits", launch
+    launch = triton_int4.plan_weights(*packed, d_in)[0]
+    launch.arguments["IN_PAIRS"] = True
+    yield "write weights in 4 bits", launch
     positions = empty(BATCH, dtype=torch.int64)
     for (head_dim, stored), n_slot in itertools.product(kinds, (4096, 32768, 131072)):
         config = ModelConfig(8, 1, 64, 32, N_KV_HEAD, head_dim, 8, n_slot)

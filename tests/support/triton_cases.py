@@ -12,9 +12,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
-from common.launch import launch_on
-from kv_cache import FullKVCache, triton_packing
+from common.launch import Multiprocessors, launch_on
+from kv_cache import FullKVCache, quantized, triton_choosing, triton_packing
 from kv_cache.entries import KV, dequantize
 from kv_cache.refreshed import SelectionOps
 from kv_cache.triton_choosing import TritonSelectionOps
@@ -31,7 +32,8 @@ CHUNK = 64
 
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch):
-    for name, value in (("DEFAULT_SM_COUNT", 1000), ("MIN_CHUNK", CHUNK), ("SLOTS_PER_ROW", 0)):
+    large = Multiprocessors(n=1000)
+    for name, value in (("multiprocessors", lambda _: large), ("MIN_CHUNK", CHUNK), ("SLOTS_PER_ROW", 0)):
         monkeypatch.setattr(triton_backend, name, value)
 
 
@@ -126,6 +128,17 @@ def chosen_of(cache: VerifyTopKCache) -> Tensor:
     return values.gather(0, order[..., None].expand_as(values))
 
 
+def test_a_tile_that_does_not_fit_on_the_gpu_runs_on_torch(monkeypatch, capsys):
+    def fail(*_):
+        raise OutOfResources(2**17, 2**16, "shared memory")
+
+    case = make_case([41, 7], 3, head_dim=64, dtype=torch.float32)
+    exact = case.reference()
+    monkeypatch.setattr(triton_backend, "launch_on", fail)
+    torch.testing.assert_close(case.run(TritonAttention()).double(), exact, rtol=1e-5, atol=1e-5)
+    assert "shared memory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "source,target,by_name,chunk",
     [
@@ -165,9 +178,22 @@ def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(sourc
 def test_groups_are_packed_into_4_bits_as_the_reference_does(stored, group, head_dim, monkeypatch):
     n_launch = Mock(side_effect=launch_on)
     monkeypatch.setattr("kv_cache.quantized.launch_on", n_launch)
-    found = []
-    for kernel in (None, triton_packing):
-        monkeypatch.setattr("kv_cache.quantized.kernel_for", lambda *_, kernel=kernel: kernel)
-        found.append(packed_in_turns(stored, group, head_dim))
+    found = [packed_in_turns(stored, group, head_dim, kernel) for kernel in (None, triton_packing)]
     assert all(map(torch.equal, *found)) and found[0][3].any()
     assert n_launch.call_count > 2 * 7
+
+
+def test_kernels_that_choose_or_pack_otherwise_are_not_used(monkeypatch, capsys):
+    """Kernels are compared on the device where they first run."""
+    cpu, planned = torch.device("cpu"), triton_packing.plan_packing
+    assert triton_choosing.difference(cpu, torch.float32) is triton_choosing.difference(cpu, torch.int8) is None
+    assert quantized.difference(triton_packing, cpu, torch.float32, 64, 16) is None
+    monkeypatch.setattr(triton_packing, "plan_packing", lambda entries, *given: planned(entries.flip(0), *given))
+    assert "False" in str(quantized.difference(triton_packing, cpu, torch.float32, 64, 16))
+    plan = triton_choosing.plan_choice
+    wrongs = (lambda *given: plan(*given[:-1], given[-1] - 9), lambda *given: plan(*given[:4], -given[4], given[5]))
+    for wrong in wrongs:
+        monkeypatch.setattr(triton_choosing, "plan_choice", wrong)
+        triton_choosing.is_right.cache_clear()
+        assert not triton_choosing.is_right(cpu, torch.float32) and ": choice" in capsys.readouterr().err
+    triton_choosing.is_right.cache_clear()

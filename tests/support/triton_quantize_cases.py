@@ -5,9 +5,17 @@ import pytest
 import torch
 
 from kv_cache.entries import quantize as quantize_rows
-from models.kernels import quantize, triton_quantize
-from models.kernels.quantize import FEWEST_CUDA_ROWS, Int8Linear, dequantize, triton_kernels
-from models.kernels.triton_quantize import OUTPUTS, plan_products, plan_rows, plan_weights, run
+from models.kernels import quantize, triton_int4, triton_quantize
+from models.kernels.quantize import (
+    FEWEST_CUDA_ROWS,
+    Int4Linear,
+    Int8Linear,
+    dequantize,
+    int4_kernels,
+    triton_kernels,
+)
+from models.kernels.triton_int4 import MOST_ROWS
+from models.kernels.triton_quantize import OUTPUTS, plan_products, plan_rows, run
 from tests.support.fake_cuda_linear import cuda_linears
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -48,25 +56,37 @@ def test_layers_in_8_bits_are_those_of_pytorch(monkeypatch, dtype, with_bias, n_
         assert torch.equal(got, layer(x.to(dtype))) and got.dtype == dtype and len(planned) == 2
 
 
-@pytest.mark.parametrize("d_in,tiles", [(96, 2), (8448, 8)])
-def test_weights_in_4_bits_are_those_of_pytorch(d_in, tiles):
-    """bfloat16 holds the numbers of these grids: the interpreter cuts off bits where a GPU rounds."""
-    packed = torch.randint(-(2**31), 2**31, (2, d_in // (16 * tiles), 32, tiles // 2), generator=GENERATOR)
-    grids = torch.randint(-7, 8, (d_in // 32, 16, 2), generator=GENERATOR).bfloat16()
-    assert torch.equal(run(plan_weights(packed.int(), grids)), dequantize(packed.int(), grids))
+@pytest.mark.parametrize("n_row,d_in", [(3, 96), (MOST_ROWS, 256), (MOST_ROWS + 1, 160)])
+def test_layers_in_4_bits_are_those_of_pytorch(monkeypatch, n_row, d_in):
+    """Up to MOST_ROWS rows use the kernel that unpacks, more the weights that another writes; twice, since the first
+    call leaves a counter for the second. The interpreter multiplies float32 alone."""
+    weight, bias = torch.randn(128, d_in, generator=GENERATOR), torch.randn(128, generator=GENERATOR)
+    x, planned = torch.randn(n_row, d_in, generator=GENERATOR), []
+    assert int4_kernels("cpu") is triton_int4
+    with cuda_linears(monkeypatch):
+        layer = Int4Linear(weight, bias)
+    monkeypatch.setattr(quantize, "INT4_DTYPE", torch.float32)
+    monkeypatch.setattr(quantize, "run", lambda given: planned.append(given[0].kernel) or run(given))
+    kernel = triton_int4.multiply if n_row <= MOST_ROWS else triton_int4.write_weights
+    wanted = x @ dequantize(layer.weight, layer.grids, d_in).float().T + bias
+    for _ in range(2):
+        assert (layer(x) - wanted).norm() < 1e-2 * wanted.norm()  # `dequantize` rounds weights to bfloat16
+    assert planned == [kernel] * 2
 
 
 def test_kernels_that_compute_otherwise_are_not_used(monkeypatch, capsys):
-    triton_kernels.cache_clear()
-    assert triton_kernels("cpu") is triton_quantize
-    for name, wrong, said in (
-        ("plan_rows", lambda x, fewest: plan_rows(x * 1.1, fewest), "[True, False, True, True]"),
-        ("plan_products", lambda sums, *given: plan_products(sums + 9, *given), "[True, True, False, True]"),
-        ("plan_weights", lambda packed, grids: plan_weights(packed, grids + 1), "[True, True, True, False]"),
-        ("run", lambda planned: 1 / 0, "ZeroDivisionError"),
+    plan_product, plan_weights = triton_int4.plan_product, triton_int4.plan_weights
+    for module, kernels, name, wrong, said in (
+        (triton_quantize, triton_kernels, "plan_rows", lambda x, fewest: plan_rows(x * 1.1, fewest), "[True, False"),
+        (triton_quantize, triton_kernels, "plan_products", lambda sums, *by: plan_products(sums + 9, *by), "False]"),
+        (triton_quantize, triton_kernels, "run", lambda planned: 1 / 0, "ZeroDivisionError"),
+        (triton_int4, int4_kernels, "plan_weights", lambda w, grids, n: plan_weights(w, grids + 1, n), "weights False"),
+        (triton_int4, int4_kernels, "plan_product", lambda x, *by: plan_product(x.roll(32, 1), *by), "weights True"),
     ):
-        triton_kernels.cache_clear()
+        kernels.cache_clear()
+        assert kernels("cpu") is module
+        kernels.cache_clear()
         with monkeypatch.context() as patch:
-            patch.setattr(triton_quantize, name, wrong)
-            assert triton_kernels("cpu") is None and said in capsys.readouterr().err
-    triton_kernels.cache_clear()
+            patch.setattr(module, name, wrong)
+            assert kernels("cpu") is None and said in capsys.readouterr().err
+        kernels.cache_clear()
