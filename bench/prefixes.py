@@ -45,7 +45,7 @@ def builds() -> list[str | None]:
     for name in (name for name, kernel in KERNELS.items() if kernel.source):
         with suppress(BuildError):
             found.append(choose(name).build)
-    return found + [package_version(package) for package in ("triton", "flash-attn", "flash-attn-3")]
+    return found + [package_version(package) for package in ("triton", "flash-attn", "flash-attn-3", "fa3-fwd")]
 
 
 def code_sha256(patterns: Sequence[str] = CODE) -> str:

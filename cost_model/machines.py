@@ -24,7 +24,10 @@ class Machine:
     """Equal devices, in SI units. bandwidth: bytes of memory read per second. ops, ops_32: dense operations (a
     multiplication and an addition are two) per second in 16 and 32 bits. launch: seconds to launch a kernel. tile: the
     fewest rows of queries that attention multiplies. packs_group: True if heads that share KV are rows of the same
-    tile, also for several tokens. unexplained: seconds of a forward that no other number explains."""
+    tile, also for several tokens. unexplained: seconds of a forward that no other number explains. linear,
+    linear_8_bits, linear_4_bits, attention: shares of the bandwidth that products with weights in 16, 8 and 4 bits and
+    attention reach. kernels: of a layer; norm, QKV, rotation, append, attention, combination, output, norm, up and
+    gate, product, down."""
 
     bandwidth: float
     ops: float
@@ -36,6 +39,11 @@ class Machine:
     packs_group: bool = True
     unexplained: float = 0.0
     memory: float = math.inf
+    linear: float = 1.0
+    linear_8_bits: float = 1.0
+    linear_4_bits: float = 1.0
+    attention: float = 1.0
+    kernels: int = 11
 
     def collective_s(self, n_bytes: float, *, is_reduced: bool = True) -> float:
         """Return the seconds of an all-reduce (or a gather) by the quickest protocol: a ring, whose steps each move a
@@ -48,13 +56,15 @@ class Machine:
 
 
 def _known() -> dict[str, Machine]:
-    """Return the machines of machines.toml by name."""
+    """Return the machines of machines.toml by name; H200-MEASURED is an H200 whose kernels are as fast as measured."""
     known = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     protocols = {name: tuple(Collective(*numbers) for numbers in each) for name, each in known["protocols"].items()}
-    return {
+    machines = {
         name: Machine(bandwidth, ops, ops_32, known["launch"], protocols[kind], memory=memory)
         for name, (kind, bandwidth, ops, ops_32, memory) in known["devices"].items()
     }
+    measured = {f"{name}-MEASURED": replace(machines[name], **found) for name, found in known["measured"].items()}
+    return machines | measured
 
 
 MACHINES = _known()

@@ -17,8 +17,6 @@ from models.config import ModelConfig
 
 # Bytes of a number by its format; int4 has a scale and a zero point in bfloat16 for 32 weights.
 ITEMSIZE = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 32}
-# Kernels of a layer: norm, QKV, rotation, append, attention, combination; output, norm, up and gate, product, down.
-KERNELS = 11
 
 
 class ModelStorage(NamedTuple):
@@ -54,18 +52,20 @@ def forward_ms(model: ModelStorage, machine: Machine, batch: int, tokens: int, e
     # Products with weights.
     weight_bytes = model.n_weights_of(config.experts_touched(batch * tokens)) * ITEMSIZE[model.weights or model.dtype]
     weight_ops = 2 * model.n_weights_of(config.n_expert_per_token) * batch * tokens
-    linear = max(weight_bytes / n / machine.bandwidth, weight_ops / n / ops)
+    share = {"int8": machine.linear_8_bits, "int4": machine.linear_4_bits}.get(model.weights or "", machine.linear)
+    linear = max(weight_bytes / n / (share * machine.bandwidth), weight_ops / n / ops)
     # Attention.
     heads = math.ceil(config.n_kv_head / n)
     in_tile = config.group_size if machine.packs_group or tokens == 1 else 1  # of the heads that share KV
     rows = config.group_size // in_tile * math.ceil(tokens * in_tile / machine.tile) * machine.tile
     kv_bytes = config.kv_bytes_per_token(1) * ITEMSIZE[model.kv or model.dtype] * entries
     products = 4 * config.n_layer * heads * config.head_dim * rows * entries * batch
-    attention = max(kv_bytes * batch * heads / config.n_kv_head / machine.bandwidth, products / ops)
+    kv_bytes *= batch * heads / config.n_kv_head
+    attention = max(kv_bytes / (machine.attention * machine.bandwidth), products / ops)
     hidden = machine.collective_s(batch * tokens * config.dim * ITEMSIZE[model.dtype])
     logits = machine.collective_s(batch * tokens * config.vocab_size * 4, is_reduced=False)
     collectives = (2 * config.n_layer + 1) * hidden + logits  # two halves of a layer, and the embedding
-    launches = KERNELS * config.n_layer * machine.launch
+    launches = machine.kernels * config.n_layer * machine.launch
     return 1e3 * (linear + attention + collectives + launches + machine.unexplained)
 
 

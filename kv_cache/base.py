@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,6 +33,14 @@ class KVShape(Protocol):
     def n_kv_head(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+
+
+class TrialShape(NamedTuple):
+    """A small `KVShape`, for caches that kernels are tried on."""
+
+    n_layer: int = 1
+    n_kv_head: int = 2
+    head_dim: int = 64
 
 
 @dataclass(frozen=True)

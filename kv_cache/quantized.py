@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from common.errors import require_at_least
 from common.launch import launch_on, triton_reads, works
-from kv_cache.base import EMPTY, Device, KVCache, KVShape
+from kv_cache.base import EMPTY, Device, KVCache, KVShape, TrialShape
 from kv_cache.entries import KV, LEVELS, SMALLEST_STEP, Packed, Store, dequantize, joined, store
 from kv_cache.full import Full, FullKVCache
 
@@ -28,8 +29,8 @@ class QuantizedKVCache(FullKVCache):
     The numbers of a group share their smallest number and a step, both in bfloat16. Keys are grouped along tokens, by
     channel; values along channels, by token. `group` tokens are quantised at once, when all of them lie `window` or
     more before a block that is written; until then they are in the ring (the paper has two buffers). `begin` finds that
-    group in each row, `write` quantises it layer by layer. Errors: ConfigError if `group` is below 1, or `window`
-    shorter.
+    group in each row, `write` quantises it layer by layer. packing: what `kernel_for` returns. Errors: ConfigError if
+    `group` is below 1, or `window` shorter.
 
     entries: those of the ring, `[n_layer, 2, max_batch, n_kv_head, window + 3 * group, head_dim]`.
     """
@@ -47,6 +48,7 @@ class QuantizedKVCache(FullKVCache):
         window: int = 64,
         device: Device = "cpu",
         dtype: torch.dtype | None = None,
+        packing: ModuleType | None = None,
     ) -> None:
         require_at_least("quant_group", group, 1)
         require_at_least("quant_window", window, group)  # a group waits there until it is quantised
@@ -66,10 +68,7 @@ class QuantizedKVCache(FullKVCache):
         self._value_codes = codes(layers, *rows, n_slot, -(-config.head_dim // 2))
         self._key_grids = grids(layers, 2, *rows, n_group, config.head_dim)
         self._value_grids = grids(layers, 2, *rows, config.head_dim // along, n_slot)
-        self._packing, self._was_due = kernel_for(self.entries), self._last_group
-        if self._packing is not None:  # tried where no group is due
-            trial = partial(self._quantize, 0, self, 0, self._rows, self._last_group[:, None], self._packing)
-            self._packing = self._packing if works(trial, "packs 4 bits") else None
+        self._packing, self._was_due = packing, self._last_group
 
     @property
     def packed(self) -> list[Tensor]:
@@ -177,7 +176,7 @@ class QuantizedKVCache(FullKVCache):
         kept = torch.arange(first * self.group, length, device=self.device)
         recent, groups = kept[-self.ring :], torch.arange(first, n_group, device=self.device)[None]
         to_view, from_view = self.view(slice(row, row + 1)), source.view(slice(from_row, from_row + 1))
-        packing = self._packing and kernel_for(source.entries)
+        packing = self._packing if source.device.type == "cpu" or triton_reads(source.entries) else None
         at_once = max(1, n_group) if packing else -(-FILLED_AT_ONCE // self.group)
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
             for some in groups.split(at_once, dim=1) if n_group > first else ():
@@ -202,13 +201,30 @@ class QuantizedKVCache(FullKVCache):
         return narrowed
 
 
-def kernel_for(entries: Tensor) -> Any:
-    """Return the module of the Triton kernel that packs these entries, or None if it cannot run."""
-    if not triton_reads(entries):
+@cache
+def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, group: int) -> ModuleType | None:
+    """Return the module of the Triton kernel that packs entries of a head in a dtype; None if it cannot run on the
+    device, or, with a note, if it packs otherwise than PyTorch."""
+    if not triton_reads(torch.empty(0, head_dim, dtype=dtype, device=device)):
         return None
     from kv_cache import triton_packing
 
-    return triton_packing
+    trial = partial(difference, triton_packing, device, dtype, head_dim, group)
+    return triton_packing if works(trial, "packs 4 bits") else None
+
+
+def difference(packing: ModuleType, device: torch.device, dtype: torch.dtype, head_dim: int, group: int) -> str | None:
+    """Return which parts of a row that a kernel packs differ from PyTorch's; None if all are equal."""
+    shape, n_token, found = TrialShape(head_dim=head_dim), 6 * group + 3, []
+    source = FullKVCache(shape, 1, n_token, device, dtype)
+    new = torch.randn(1, n_token, 2, shape.n_kv_head, head_dim, generator=torch.Generator().manual_seed(0))
+    source.write(0, torch.arange(n_token, device=device)[None], new.to(device))
+    for kernel in (None, packing):
+        cache = QuantizedKVCache(shape, 1, n_token, group, group, device, dtype, kernel)
+        cache.fill_row(0, source, n_token - 1)
+        found.append(cache.packed)
+    equal = [torch.equal(theirs, ours) for theirs, ours in zip(*found, strict=True)]
+    return None if all(equal) else f"equal codes of keys and values, and grids of both: {equal}"
 
 
 def quantize4(x: Tensor, dim: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -235,4 +251,5 @@ class Quantized(Full):
         return self.quant_group
 
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
-        return QuantizedKVCache(config, max_batch, length, self.quant_group, self.quant_window, device, dtype)
+        packing = kernel_for(torch.device(device), dtype, config.head_dim, self.quant_group)
+        return QuantizedKVCache(config, max_batch, length, self.quant_group, self.quant_window, device, dtype, packing)

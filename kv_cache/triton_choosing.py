@@ -1,5 +1,6 @@
 """The Triton kernel that selects entries and copies them; `kv_cache.refreshed` does that in PyTorch."""
 
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -8,8 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from common.launch import Launch, launch_on, strides_of, works
-from kv_cache.base import KVCache
+from kv_cache.base import KVCache, TrialShape
+from kv_cache.full import FullKVCache
 from kv_cache.refreshed import RefreshedKVCache, SelectionOps
+from kv_cache.verify_topk import VerifyTopK
 
 # Entries that a program of `choose` copies at once, chunks that a warp ranks, and ranked chunks that are read at once.
 COPIED_ENTRIES, CHUNKS_PER_WARP, TILE_CHUNKS = 32, 512, 1024
@@ -135,16 +138,42 @@ def plan_choice(
 
 
 class TritonSelectionOps(SelectionOps):
-    """SelectionOps that use the kernel where it takes the dtypes, until it fails."""
-
-    _runs = True
+    """SelectionOps that use the kernel where it takes the dtypes."""
 
     def choose(
         self, to: RefreshedKVCache, to_layer: int, source: KVCache, from_layer: int, share: Tensor, ends: Tensor
     ) -> None:
         given = to, to_layer, source, from_layer, share, ends
-        if self._runs and (to.scales is source.scales is None or to.entries.dtype == source.entries.dtype):
-            self._runs = works(lambda: launch_on(to.device, [plan_choice(*given)]), "chooses entries")
-            if self._runs:
-                return
-        super().choose(*given)
+        if to.scales is source.scales is None or to.entries.dtype == source.entries.dtype:
+            launch_on(to.device, [plan_choice(*given)])
+        else:
+            super().choose(*given)
+
+
+@cache
+def is_right(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if the kernel runs on a device and chooses as PyTorch does; else a note is printed."""
+    return works(partial(difference, device, dtype), "chooses entries")
+
+
+def difference(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return how entries that the kernel chooses and copies, again and again, differ from PyTorch's; None if all are
+    equal."""
+    generator, ops, shape = torch.Generator().manual_seed(0), TritonSelectionOps(), TrialShape()
+    full, cache = FullKVCache(shape, 3, 640, device, dtype), VerifyTopK(96, 16).new_cache(shape, 3, 0, device, dtype)
+    assert isinstance(cache, RefreshedKVCache)
+    new = torch.randn(3, 640, 2, shape.n_kv_head, shape.head_dim, generator=generator)
+    full.write(0, torch.arange(640, device=device).expand(3, -1), new.to(device))
+    for step in range(4):
+        share = (torch.randint(9, (3, shape.n_kv_head, 640 // cache.chunk), generator=generator) / 8).to(device)
+        ends = torch.tensor([640, 427, 240], device=device) - 7 * step
+        ops.choose(cache, 0, full, 0, share, ends)
+        slots, n = cache.source_slots[0], cache.n_fixed
+        best = ops.best_chunks(share, cache.chunk, ends, cache.n_first, n)
+        are_best = torch.equal(slots.sort().values, best.sort().values)
+        found = cache.entries[0, ..., :n, :], None if cache.scales is None else cache.scales[0, ..., :n]
+        pairs = [(x, y) for x, y in zip(found, full.gather(0, slots), strict=True) if x is not None]
+        are_copied = [torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs if y is not None]
+        if not (are_best and all(are_copied)):
+            return f"choice {step}: the best entries {are_best}, copies of them and of their scales {are_copied}"
+    return None

@@ -15,9 +15,10 @@ def selection_ops(backend: AttentionBackend, entries: Tensor) -> SelectionOps:
     if isinstance(backend, CppAttention):
         return CppSelectionOps(backend)
     if triton_reads(entries):
-        from kv_cache.triton_choosing import TritonSelectionOps
+        from kv_cache import triton_choosing
 
-        return TritonSelectionOps()
+        if triton_choosing.is_right(entries.device, entries.dtype):
+            return triton_choosing.TritonSelectionOps()
     return SelectionOps()
 
 

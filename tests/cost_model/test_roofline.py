@@ -1,17 +1,21 @@
 """The roofline: bytes and operations by hand, what more devices and more bandwidth change, limits."""
 
+import json
 from dataclasses import replace
 from statistics import median
 
 import pytest
 
+from common.checkout import ROOT
 from cost_model.machines import MACHINES, Collective, Machine, find_machine
 from cost_model.roofline import ModelStorage, forward_ms, predict_costs
 from models.checkpoints.presets import preset_config
+from models.config import ModelConfig
 from reproduce.helpers.published import GAMMAS, alpha_of, is_acceptance_known, predict, published_speedups
 from tests.support.programs import COST_MODEL, run
 
 LLAMA_3, TINY = preset_config("meta-llama/Meta-Llama-3.1-8B"), preset_config("TinyLlama/TinyLlama_v1.1")
+SMOLLM = preset_config("HuggingFaceTB/SmolLM2-135M-Instruct")
 # 32 layers of 4096 x (4096 + 2 x 1024) and 4096 x 4096 of attention, 3 x 4096 x 14336 after it, and the head.
 WEIGHTS = 32 * (4096 * (4096 + 2048) + 4096 * 4096 + 3 * 4096 * 14336) + 128256 * 4096
 KV_BYTES = 131072  # of a token: 2 x 32 layers x 8 heads x 128 x 2 bytes
@@ -114,6 +118,18 @@ def test_sizes_that_do_not_fit_the_memory_are_named_and_nothing_there_is_best(ma
     ended = run(COST_MODEL, EXAMPLE.replace("8xA100", machine).split())
     assert ("64 rows of 32000 tokens do not fit" in ended.err) != fits
     assert (ended.record["best"][0]["predicted_speedup"] is None) == ("does not fit" in ended.out) != fits
+
+
+@pytest.mark.parametrize(("file", "model", "most"), [("gpu", LLAMA_3, 0.05), ("gpu_speedups", SMOLLM, 0.3)])
+def test_predictions_for_measured_kernels_are_near_measured_rounds(file: str, model: ModelConfig, most: float) -> None:
+    """The machine's numbers are from a round of the first model; the second is small, and bound by launches."""
+    records = map(json.loads, (ROOT / f"reproduce/results/{file}.jsonl").read_text().splitlines())
+    run = next(run for run in records if run.get("draft_step_ms") and "H200" in str(run.get("gpu")))
+    sizes = run["B"], run["prefix_len"], run["draft_budget"], [run["gamma"]]
+    costs = predict_costs(ModelStorage(model), ModelStorage(model), find_machine("H200-measured"), *sizes)
+    assert costs.plain_ms == pytest.approx(run["baseline_step_ms"], rel=0.05)
+    assert costs.draft_ms == pytest.approx(run["draft_step_ms"], rel=most)
+    assert costs.round_ms(run["gamma"]) == pytest.approx(run["round_ms"], rel=0.1)
 
 
 def test_predictions_are_near_what_was_published():

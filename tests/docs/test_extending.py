@@ -60,7 +60,7 @@ def test_they_run_in_every_program(extended: Path, checkpoint: Path, books: Path
         (tmp_path / f"{number}.txt").write_text(text)
     model, prompts, sizes = f"{checkpoint}/model.pth", ["--prompts", str(tmp_path)], ["--draft_budget", "24", *OPTIONS]
     exact = ["--B", "2", "--gen_len", "40", "--dtype", "float64", "--draft_dtype", "same"]
-    drafts = ("again", "self=key_norm", "self=value_norm", "self=late_key_norm", NAMED, "self=key_norm@auto")
+    drafts = ("again", "self=key_norm", "self=value_norm", "self=late_key_norm", "self=key_norm@auto")
     auto = {drafts[-1]: ["--auto_drafts", "again"]}
     commands = [
         ("tests/selfspec_benchmark.py", ["--model", model, "--draft", draft, *prompts, *exact, *auto.get(draft, [])])
@@ -70,7 +70,6 @@ def test_they_run_in_every_program(extended: Path, checkpoint: Path, books: Path
     contexts = ["--texts", "greedy", "book", "--contexts", "60", "--B", "2"]
     commands.append(("reproduce/compare.py", ["--model", model, *text, *drafters, *contexts]))
     commands.append(("foretoken.py latency", [model, "--draft", NAMED, *text, "--length", "60", "--nb_prompts", "2"]))
-    commands.append(("foretoken.py compare", [model, NAMED, *prompts, "--gen_len", "12"]))
     serves = ["--model", model, "--draft", NAMED, "--max_length", "200", "--gamma", "2", *sizes]
     given = json.dumps([*((program, [*words, *sizes]) for program, words in commands), serves, MATRIX])
     said = python("-c", PROGRAMS, given, cwd=extended, WITNESS_SCENARIOS="64")

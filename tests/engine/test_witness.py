@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.scenarios import REFERENCED, WitnessWorld, run_scenario, run_scenarios
 
-SCENARIOS = int(os.environ.get("WITNESS_SCENARIOS", "160"))
+SCENARIOS = int(os.environ.get("WITNESS_SCENARIOS", "120"))
 BATCHES = 8
 
 
@@ -17,5 +17,5 @@ def test_speculation_equals_the_reference(batch: int, record_property) -> None:
 
 @pytest.mark.parametrize("drafter", REFERENCED)
 def test_rejection_draws_what_the_reference_draws(drafter: str) -> None:
-    for seed in range(12):
+    for seed in range(8):
         run_scenario(WitnessWorld(), seed, drafter)

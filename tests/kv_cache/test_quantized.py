@@ -6,7 +6,7 @@ import torch
 from common.errors import ConfigError
 from kv_cache import FullKVCache
 from kv_cache.entries import stored_as
-from kv_cache.quantized import QuantizedKVCache
+from kv_cache.quantized import Quantized, QuantizedKVCache, kernel_for
 from tests.support.tiny import TINY
 
 GROUP, WINDOW, N_ROWS, LONGEST = 4, 8, 3, 90
@@ -166,7 +166,9 @@ def test_a_kernel_that_fails_is_replaced_with_a_note(monkeypatch, capsys):
     """Triton fails here, without a GPU."""
     pytest.importorskip("triton")
     monkeypatch.setattr("kv_cache.quantized.triton_reads", lambda entries: True)
-    cache, full = QuantizedKVCache(TINY, 1, 99), FullKVCache(TINY, 1, 99)
+    kernel_for.cache_clear()
+    cache, full = Quantized().new_cache(TINY, 1, 99, "cpu", torch.float32), FullKVCache(TINY, 1, 99)
+    kernel_for.cache_clear()
     cache.fill_row(0, full, 98)
     cache.begin(torch.tensor([[98]]))
     assert capsys.readouterr().err and cache.packed[2].any()

@@ -154,12 +154,9 @@ def test_selection_kernel(dtype, n_slot):
 @pytest.mark.skipif(not ON_CUDA, reason="Triton's interpreter runs triton_cases.py instead")
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8], ids=dtype_name)
 @pytest.mark.parametrize("group", [16, 64])
-def test_packing_kernel(stored, group, monkeypatch):
+def test_packing_kernel(stored, group):
     """Bits in 4-bit entries equal PyTorch's, for rows that go on in blocks."""
-    found = []
-    for kernel in (None, triton_packing):
-        monkeypatch.setattr("kv_cache.quantized.kernel_for", lambda *_, kernel=kernel: kernel)
-        found.append(packed_in_turns(stored, group, 128, DEVICE))
+    found = [packed_in_turns(stored, group, 128, kernel, DEVICE) for kernel in (None, triton_packing)]
     assert all(map(torch.equal, *found))
 
 

@@ -12,11 +12,10 @@ pytest.importorskip("triton")
 from tests.support import kernel_launches as kernels
 
 
-@pytest.mark.parametrize("cases", ["triton_cases", "triton_draws_cases", "triton_quantize_cases"])
-def test_kernels_give_what_pytorch_gives(cases):
-    """Run a file of tests/support in another process: TRITON_INTERPRET has to be set before the import."""
-    path = ROOT / f"tests/support/{cases}.py"
-    ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path, TRITON_INTERPRET="1")
+def test_kernels_give_what_pytorch_gives():
+    """Run files of tests/support in another process: TRITON_INTERPRET has to be set before the import."""
+    files = sorted(ROOT.glob("tests/support/triton_*cases.py"))
+    ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, TRITON_INTERPRET="1")
     assert ended.code == 0, ended.out[-6000:] + ended.err[-2000:]
 
 

@@ -10,14 +10,14 @@ from bench.session import Session
 from reproduce import gpu_speed
 from tests.support.programs import run
 
-SMALL = "--load_format dummy --model_name JackFram/llama-68m --B 2 --prefix_len 96 --gen_len 16 --draft_budget 64"
+SMALL = "--load_format dummy --model_name JackFram/llama-68m --B 2 --prefix_len 40 --gen_len 8 --draft_budget 24"
 SAMPLED = f"{SMALL} --benchmark --temperature 0.6 --verification coupled"
 QUICK = {
     "torch": {"measure": "attention", "backend": "torch", "shapes": [[9, 3, 64, 2, 200]]},
     "failing": {"measure": "linears", "shapes": [[0]], "rows": [16]},
     "noise": {"measure": "noise", "rows": 2, "tokens": 4, "n_ids": 501},
     "rounds": {"measure": "rounds", "words": SAMPLED},
-    "auto": {"measure": "rounds", "words": f"{SAMPLED} --gamma auto --draft_policy auto"},
+    "auto": {"measure": "rounds", "words": f"{SAMPLED} --gamma auto"},
 }
 
 

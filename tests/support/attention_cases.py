@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -162,14 +163,16 @@ def packed_case(
     return Case(spec, q.to(dtype), view.read(1), queries, FakeSlots(view.positions, view.in_order, view.rows))
 
 
-def packed_in_turns(stored: torch.dtype, group: int, head_dim: int, device: str = "cpu") -> list[Tensor]:
+def packed_in_turns(
+    stored: torch.dtype, group: int, head_dim: int, packing: ModuleType | None, device: str = "cpu"
+) -> list[Tensor]:
     """Return the tensors of a cache in 4 bits whose rows were filled, and went on by name in blocks, with rollbacks."""
     config, generator = ModelConfig(8, 2, 64, 4, 2, head_dim, 8, 9999), torch.Generator().manual_seed(group)
     full = FullKVCache(config, 4, 6 * group + 99, device, stored)
     new = (torch.randn(2, 4, full.capacity, 2, 2, head_dim, generator=generator) * 4 + 1).to(device)
     for layer in range(2):
         full.write(layer, torch.arange(full.capacity, device=device).expand(4, -1), new[layer])
-    cache = QuantizedKVCache(config, 4, full.capacity, group, group + 3, device, stored)
+    cache = QuantizedKVCache(config, 4, full.capacity, group, group + 3, device, stored, packing)
     for row, length in enumerate((4 * group + 5, 3, 2 * group, 3 * group + 9)):
         cache.fill_row(row, full, length)
     view, starts = cache.view(torch.tensor([3, 0, 1], device=device)), torch.tensor([3 * group + 9, 4 * group + 5, 3])

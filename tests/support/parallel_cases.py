@@ -1,8 +1,7 @@
-"""Tiny runs that a sharded model repeats token for token, and the program that torchrun starts for them."""
+"""Tiny runs that a sharded model repeats token for token."""
 
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -11,8 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import pytest
 import torch
 
@@ -20,7 +17,6 @@ from common.errors import RankError
 from engine import ModelRunner, SamplingParams, SelfSpeculation
 from engine.controller import PLAIN, RoundChoice
 from engine.drafters import Drafter
-from engine.parallel.launch import run_on_ranks
 from engine.parallel.ranks import ModelRanks, Ranks, model_ranks, start_ranks
 from engine.runner import RemoteRunner
 from kv_cache import FullKVCache, KVCache
@@ -165,11 +161,9 @@ def _cache(config: ModelConfig, policy: str = "full") -> KVCache:
     return POLICIES[policy].make(config, SIZE)
 
 
-def main() -> None:
-    """`parallel_cases.py CHECKPOINTS OUTPUT SELECTION`: run the cases on each rank; the leader writes all results."""
-    folder, output, cases = Path(sys.argv[1]), Path(sys.argv[2]), cases_of(sys.argv[3])
-    torch.set_num_threads(1)
-    ranks = start_ranks("cpu", timeout_seconds=120)
+def run_cases(folder: Path, output: Path, selection: str) -> None:
+    """Run the cases on each rank; the leader writes all results."""
+    cases, ranks = cases_of(selection), start_ranks("cpu", timeout_seconds=120)
     # Comparing digests takes longer than the rest of so small a round.
     checked = replace(ranks, check=True)
     here = {case.name: run_case(case, folder, ranks if i % 5 else checked) for i, case in enumerate(cases)}
@@ -223,7 +217,3 @@ def packed_logits(group_size: int, folder: Path, holders: ModelRanks | None) -> 
     cache = FullKVCache(model.config, 2, 9)
     with torch.inference_mode():
         return model(tokens, torch.arange(9).expand(2, -1), cache).tolist()
-
-
-if __name__ == "__main__":
-    run_on_ranks(main)

@@ -93,6 +93,18 @@ def run(program: str, arguments: Sequence[str]) -> Ended:
     return Ended(code, out.getvalue(), err.getvalue(), error)
 
 
+_start = subprocess.run
+
+
+def run_here(command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
+    """Stand in for `subprocess.run`: run what `python -m MODULE` starts in this process."""
+    python, flag, *words = command
+    if (python, flag) != (sys.executable, "-m"):
+        return _start(command, **how)
+    ended = run(f"{words[0].replace('.', '/')}.py", words[1:])
+    return subprocess.CompletedProcess(command, bool(ended.code), ended.out, ended.err or f"{ended.code}")
+
+
 def benchmark(name: str, arguments: Sequence[str]) -> Ended:
     """Run `selfspec`, `longspec` or `baseline` in this process."""
     return run(f"tests/{name}_benchmark.py", arguments)

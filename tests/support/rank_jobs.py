@@ -1,6 +1,7 @@
-"""Benchmarks on two ranks of torchrun, while they run and when they have ended; and the models that they run."""
+"""Ranks, of torchrun or forked from a process that has imported the project; and the models that they run."""
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -12,17 +13,22 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed import TCPStore
 from transformers import LlamaConfig
 
 from convert_hf_checkpoint import convert
+from engine.parallel.launch import run_on_ranks
 from tests.support.hf_tiny import SHAPE, random_model, save_folder
 from tests.support.programs import ROOT, Ended, overriding
 
 LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-ON_RANKS = str(ROOT / "tests/support/on_ranks.py")
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(["tests.support.on_ranks", "tests.support.parallel_cases"])
 JOB = "FORETOKEN_TEST_JOB"
 LIMIT_SECONDS = 300  # of any command
 N_PROMPTS = 3
@@ -73,6 +79,35 @@ def make_models(root: Path, books: Path) -> Models:
     convert(made.target, made.target)
     convert(made.target, made.draft, layers_to_drop=(1,))
     return made
+
+
+def forked(n_ranks: int, folder: Path, task: Callable[..., None], *given: object) -> Ended:
+    """Call `task(*given)` in a folder, on ranks that are forked; of their exit codes the first to fail counts, and ends
+    the others, as torchrun does."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    places = [(rank, n_ranks, store.port, folder) for rank in range(n_ranks)]
+    ranks = [FORKING.Process(target=_as_rank, args=(*place, task, *given)) for place in places]
+    for rank in ranks:
+        rank.start()
+    deadline, failed = time.monotonic() + LIMIT_SECONDS, None
+    while running := [rank for rank in ranks if rank.exitcode is None]:
+        ended = wait([rank.sentinel for rank in running], deadline - time.monotonic())
+        failed = failed or next((rank for rank in running if rank.sentinel in ended and rank.exitcode), None)
+        for rank in running if failed or not ended else ():
+            rank.kill()
+    return Ended(failed.exitcode if failed else 0, (folder / "stdout").read_text(), (folder / "stderr").read_text())
+
+
+def _as_rank(rank: int, n_ranks: int, port: int, folder: Path, task: Callable[..., None], *given: object) -> None:
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n_ranks, "LOCAL_WORLD_SIZE": n_ranks}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    os.environ.update({name: str(value) for name, value in variables.items()}, TORCHELASTIC_RESTART_COUNT="0")
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        with Path(name).open("ab") as file:
+            os.dup2(file.fileno(), number)
+    run_on_ranks(lambda: task(*given))
 
 
 def copy_edited(source: Path, folder: Path, name: str, change: Callable[[dict], dict]) -> None:
@@ -145,11 +180,9 @@ class Job:
 
 
 @contextmanager
-def started(folder: Path, script: str, arguments: list[str], spoiled: bool = False) -> Iterator[Job]:
-    """Start a benchmark on two ranks, and kill its processes at the end. spoiled: its first prompt fails on rank 1."""
-    path = str(ROOT / "tests" / f"{script}_benchmark.py")
-    command = [ON_RANKS, path] if spoiled else [path]
-    with launched(folder, [*LAUNCHER, *command, *arguments], {"PYTHONPATH": str(ROOT)} if spoiled else {}) as job:
+def started(folder: Path, script: str, arguments: list[str]) -> Iterator[Job]:
+    """Start a benchmark on two ranks of torchrun, and kill its processes at the end."""
+    with launched(folder, [*LAUNCHER, str(ROOT / "tests" / f"{script}_benchmark.py"), *arguments], {}) as job:
         yield job
 
 
@@ -169,11 +202,6 @@ def launched(folder: Path, command: list[str], environment: dict[str, str]) -> I
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         launcher.wait()
-
-
-def on_two_ranks(folder: Path, script: str, arguments: list[str], spoiled: bool = False) -> EndedOnRanks:
-    with started(folder, script, arguments, spoiled) as job:
-        return job.end()
 
 
 def read_rows(path: Path) -> dict[tuple[str, int], dict[str, Any]]:

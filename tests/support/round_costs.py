@@ -120,8 +120,8 @@ def costs_of(n_layer: int, policy: Policy | None, mode: str) -> dict[str, Counte
     model.backend, of_cache = TritonAttention(), (config, N_ROW, LENGTH, "meta", torch.bfloat16)
     runner, drafter = ModelRunner(model, Full().new_cache(*of_cache)), None
     reads = patch("models.attention.selection.triton_reads", lambda _: True)
-    tried = patch.object(Launch, "__call__", lambda launch: None)
-    with patch("kv_cache.quantized.kernel_for", lambda *_: triton_packing), reads, tried:
+    right = patch("kv_cache.triton_choosing.is_right", lambda *_: True)
+    with patch("kv_cache.quantized.kernel_for", lambda *_: triton_packing), reads, right:
         if policy is not None:
             drafter = SelfSpeculation(runner, policy.new_cache(*of_cache), GAMMA)
     sampling = SamplingParams() if mode == GREEDY else SamplingParams(0.6, top_p=0.9)

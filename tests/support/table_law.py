@@ -19,7 +19,7 @@ from tests.support.witness import FakeConfig, FakeModel
 
 VOCAB, N_NEW, STOP = 4, 4, 3
 ROOM = 16
-N_REQUESTS = 20_000 if "LAW_PAIRS" in os.environ else 700
+N_REQUESTS = 20_000 if "LAW_PAIRS" in os.environ else 400
 PROMPTS = ([2], [1, 0, 3, 1, 1, 2], [0, 1, 0])
 PLAIN = SamplingParams(temperature=0.9)
 FILTERED = SamplingParams(temperature=1.2, top_k=3, top_p=0.95)

@@ -35,7 +35,7 @@ from tests.support.published_heads import (
     medusa_tensors,
     save_head,
 )
-from tests.support.rank_jobs import on_two_ranks
+from tests.support.rank_jobs import LAUNCHER
 
 LENGTHS, START = (900, 2600, 4100, 1500, 3300), 100_000  # characters of the prompts, and where in the book they begin
 COUPLED = "--temperature 0.6 --top_p 0.95 --verification coupled --seed 3"
@@ -131,7 +131,7 @@ def served() -> dict[str, Any]:
 def run_one(folder: Path, script: str, words: list[str], on_ranks: bool) -> dict[str, Any]:
     """Return the tokens and the counts of a benchmark."""
     path = ROOT / "tests" / f"{script}_benchmark.py"
-    record = (on_two_ranks(folder, script, words) if on_ranks else python(path, *words)).record
+    record = python(*(LAUNCHER[1:] if on_ranks else ()), path, *words).record
     return {name: record[name] for name in ("tokens_sha256", "drafted", "accepted", "identical_sequences")}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from common.launch import Multiprocessors, launch_on
-from kv_cache import FullKVCache, triton_packing
+from kv_cache import FullKVCache, quantized, triton_choosing, triton_packing
 from kv_cache.entries import KV, dequantize
 from kv_cache.refreshed import SelectionOps
 from kv_cache.triton_choosing import TritonSelectionOps
@@ -102,7 +102,7 @@ def test_tokens_in_4_bits_beside_recent_ones(monkeypatch, quant_group, storage, 
     """4 bits are read without unpacking, in rows by name; the longest block takes two tiles of query rows."""
     backend = TritonAttention()
     for n_token, sliding_window in ((1, 60), (min(MAX_BLOCK, quant_group), None)):
-        kind = {"storage": storage, "dtype": dtype, "sliding_window": sliding_window, "capacity": 130}
+        kind = {"storage": storage, "dtype": dtype, "sliding_window": sliding_window, "capacity": 100}
         case = packed_case(n_token, 64, quant_group, **kind)
         expected = case.reference()
         with monkeypatch.context() as patch:
@@ -178,9 +178,22 @@ def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(sourc
 def test_groups_are_packed_into_4_bits_as_the_reference_does(stored, group, head_dim, monkeypatch):
     n_launch = Mock(side_effect=launch_on)
     monkeypatch.setattr("kv_cache.quantized.launch_on", n_launch)
-    found = []
-    for kernel in (None, triton_packing):
-        monkeypatch.setattr("kv_cache.quantized.kernel_for", lambda *_, kernel=kernel: kernel)
-        found.append(packed_in_turns(stored, group, head_dim))
+    found = [packed_in_turns(stored, group, head_dim, kernel) for kernel in (None, triton_packing)]
     assert all(map(torch.equal, *found)) and found[0][3].any()
     assert n_launch.call_count > 2 * 7
+
+
+def test_kernels_that_choose_or_pack_otherwise_are_not_used(monkeypatch, capsys):
+    """Kernels are compared on the device where they first run."""
+    cpu, planned = torch.device("cpu"), triton_packing.plan_packing
+    assert triton_choosing.difference(cpu, torch.float32) is triton_choosing.difference(cpu, torch.int8) is None
+    assert quantized.difference(triton_packing, cpu, torch.float32, 64, 16) is None
+    monkeypatch.setattr(triton_packing, "plan_packing", lambda entries, *given: planned(entries.flip(0), *given))
+    assert "False" in str(quantized.difference(triton_packing, cpu, torch.float32, 64, 16))
+    plan = triton_choosing.plan_choice
+    wrongs = (lambda *given: plan(*given[:-1], given[-1] - 9), lambda *given: plan(*given[:4], -given[4], given[5]))
+    for wrong in wrongs:
+        monkeypatch.setattr(triton_choosing, "plan_choice", wrong)
+        triton_choosing.is_right.cache_clear()
+        assert not triton_choosing.is_right(cpu, torch.float32) and capsys.readouterr().err
+    triton_choosing.is_right.cache_clear()

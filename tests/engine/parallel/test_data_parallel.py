@@ -5,7 +5,6 @@ All exact: float64 on a CPU over gloo, a model whose heads, units and token ids 
 
 import json
 import re
-import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from common.errors import RankError
 from engine.controller import PLAIN, RoundChoice
 from engine.parallel.ranks import Ranks
 from engine.stats import Counts, RoundStats, Stats
-from tests.support.programs import benchmark, python
-from tests.support.rank_jobs import DRAFT, ON_RANKS, Models, on_two_ranks, read_rows, results
+from tests.support.on_ranks import run_benchmarks, run_with_a_bad_prompt
+from tests.support.programs import benchmark
+from tests.support.rank_jobs import DRAFT, Models, forked, read_rows, results
 
 N_PROMPTS = 5
 COUPLED = "--temperature 0.8 --seed 3 --verification coupled"
@@ -75,9 +75,7 @@ def test_ranks_emit_what_one_process_emits(
     commands = [
         [case.script, *case.command(models, folder), *case.of_ranks.split(), "--output", "out"] for case in cases
     ]
-    (folder / "commands").write_text("\n".join(map(shlex.join, commands)))
-    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}")
-    ended = python(*torchrun, ON_RANKS, "run", "commands", cwd=folder, FORETOKEN_CACHE=str(folder / "cache"))
+    ended = forked(n_ranks, folder, run_benchmarks, commands)
     assert ended.code == 0, ended.err
     monkeypatch.chdir(alone)
     said = ""
@@ -109,9 +107,9 @@ def test_ranks_emit_what_one_process_emits(
 def test_a_prompt_that_fails_on_another_replica_ends_the_run_with_its_number(models: Models, tmp_path: Path) -> None:
     """The second replica has prompts 2 to 4."""
     arguments = models.arguments("baseline", "--num_prompts 5 --data_parallel 2 --save_rows rows")
-    said = on_two_ranks(tmp_path, "baseline", arguments, spoiled=True).message("[01]", 2)
-    assert said.count("error") == 1
-    assert re.search(r"seen: +row 2: logits at position 5 are NaN or infinite\n", said), said
+    ended = forked(2, tmp_path, run_with_a_bad_prompt, [["baseline", *arguments]], 1)
+    assert (ended.code, ended.out, ended.err.count("error")) == (2, "", 1) and "Traceback" not in ended.err, ended.err
+    assert re.search(r"seen: +row 2: logits at position 5 are NaN or infinite\n", ended.err), ended.err
     rows = read_rows(tmp_path / "rows")
     reasons = {row: kept["finish_reason"] for (_, row), kept in rows.items()}
     assert reasons == {row: "error" if row == 2 else "length" for row in range(5)}

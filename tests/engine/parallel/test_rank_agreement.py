@@ -9,8 +9,9 @@ from torch import Tensor
 
 from models.checkpoints.loading import read_checkpoint, save_checkpoint
 from models.checkpoints.model_source import find_model
-from tests.support.programs import ROOT, overriding, python
-from tests.support.rank_jobs import LAUNCHER, ON_RANKS, Models
+from tests.support.on_ranks import open_cases
+from tests.support.programs import overriding
+from tests.support.rank_jobs import Models, forked
 
 N_ELEMENTS_APART = 1500  # a place in a tensor that a cheap digest skips
 
@@ -84,9 +85,7 @@ def test_ranks_that_were_started_unlike_say_so_on_all_ranks(models: Models, tmp_
     for program, shared, *by_rank, names in cases:
         flags = [" ".join(overriding(usual[program], f"{shared} {more}")) for more in by_rank]
         given.append((program, flags, "0.1" if "torch: " in names else None))
-    (tmp_path / "cases").write_text(json.dumps(given))
-    environment = {"PYTHONPATH": str(ROOT), "FORETOKEN_CACHE": str(tmp_path / "cache")}
-    ended = python(*LAUNCHER[1:], ON_RANKS, "open", "cases", cwd=tmp_path, **environment)
+    ended = forked(2, tmp_path, open_cases, given)
     assert ended.code == 0, ended.err
     on_ranks = [json.loads((tmp_path / f"said.{number}").read_text()) for number in range(2)]
     assert on_ranks[0] == on_ranks[1]

@@ -12,13 +12,8 @@ from models import load_model
 from models.checkpoints.loading import save_checkpoint
 from models.tensor_parallel import Shard, shard_config
 from tests.support import parallel_cases
-from tests.support.programs import python
+from tests.support.rank_jobs import forked
 from tests.support.tiny import TINY, tiny_model
-
-
-def torchrun(n_ranks: int, *arguments: object) -> None:
-    ended = python("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}", *arguments)
-    assert ended.code == 0, ended.err
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +29,8 @@ SLOW = (pytest.param(n_ranks, "every case", marks=pytest.mark.slow) for n_ranks 
 @pytest.mark.parametrize("n_ranks,selection", [(2, "every drafter"), *SLOW])
 def test_tokens_and_counts_are_those_of_one_process(n_ranks, selection, checkpoints, tmp_path, record_property):
     """Rejection mode draws equal random numbers, from distributions that differ by rounding."""
-    torchrun(n_ranks, parallel_cases.__file__, checkpoints, tmp_path / "results.json", selection)
+    ended = forked(n_ranks, tmp_path, parallel_cases.run_cases, checkpoints, tmp_path / "results.json", selection)
+    assert ended.code == 0, ended.err
     results = json.loads((tmp_path / "results.json").read_text())
     together = results["cases"]
     cases = parallel_cases.cases_of(selection)

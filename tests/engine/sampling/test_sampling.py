@@ -91,7 +91,7 @@ def test_one_row_has_the_law_of_the_reference(row, params, dtype):
     assert_same_distribution(probs, wanted, 1e-14 if double else 2e-6)
 
 
-@PROPERTY
+@settings(PROPERTY, max_examples=60)
 @given(st.data(), st.integers(1, 8), st.integers(1, 5), st.integers(1, 3))
 def test_rows_of_a_batch_do_not_depend_on_their_neighbours(data, vocab, batch, steps):
     """Each row's distribution is that of the row alone, to the bit, whatever its neighbours' filters."""

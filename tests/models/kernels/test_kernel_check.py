@@ -2,10 +2,9 @@
 
 import os
 import subprocess
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from models.kernels import build as cpp_build
 from models.kernels.check import Case, speedup
 from tests.support.controllers import Clock
 from tests.support.machine import needs_bfloat16_products, needs_cpp_compiler, needs_vnni
+from tests.support.programs import run_here
 
 pytestmark = needs_cpp_compiler
 # An expression of the pointwise kernel's source, and what a bug makes of it.
@@ -32,27 +32,27 @@ def emulated(monkeypatch) -> None:
         monkeypatch.setitem(cpp_build.BUILDS, name, flags)
 
 
-def errors(name: str, library: Path) -> list[str]:
+@cache
+def cases_of(name: str) -> list[Case]:
     suite: Any = import_module(cpp_build.KERNELS[name].cases)
-    candidate = suite.candidate(cpp_build.open_library(library))
-    return [case.what for case in suite.cases() if not case.error(candidate) <= case.allowed]
+    return [*suite.cases()]
 
 
-@pytest.mark.parametrize("name", ["attention", "pointwise", "noise"])
-@pytest.mark.parametrize("build", ["native", "plain"])
+@pytest.mark.parametrize(
+    "name,build",
+    [
+        *product(("pointwise", "noise"), ("native", "plain")),
+        *product(("attention",), ("native", "plain", "AVX2", "widened", "emulated AMX")),
+        *(
+            pytest.param("linear", build, marks=needs_bfloat16_products)
+            for build in ("native", "widened", "emulated AMX")
+        ),
+    ],
+)
 def test_builds_are_right(name, build):
-    assert errors(name, cpp_build.build_library(name, build)) == []
-
-
-@pytest.mark.parametrize("build", ["AVX2", "widened", "emulated AMX"])
-def test_further_builds_of_attention_are_right(build):
-    assert errors("attention", cpp_build.build_library("attention", build)) == []
-
-
-@needs_bfloat16_products
-@pytest.mark.parametrize("build", ["native", "widened", "emulated AMX"])
-def test_builds_of_linear_layers_are_right(build):
-    assert errors("linear", cpp_build.build_library("linear", build)) == []
+    suite: Any = import_module(cpp_build.KERNELS[name].cases)
+    candidate = suite.candidate(cpp_build.open_library(cpp_build.build_library(name, build)))
+    assert [case.what for case in cases_of(name) if not case.error(candidate) <= case.allowed] == []
 
 
 def attention_of(build: str, storage: torch.dtype) -> list[torch.Tensor]:
@@ -104,7 +104,8 @@ def builds(monkeypatch, tmp_path) -> partial:
 
 
 def test_a_build_that_cannot_be_used_is_replaced_by_the_next_one(builds, monkeypatch, capfd):
-    """A later process loads the build that was chosen, without checks."""
+    """A later process loads the build that was chosen, without checks. Checks run in this process."""
+    monkeypatch.setattr(subprocess, "run", run_here)
     builds({name: ("-O0", f"-DBUG={bug}") for name, bug in (("wrong", 1), ("refused", 2), ("right", 0))})
     cpp_build.load_library("pointwise")
     note = capfd.readouterr().err.strip().splitlines()[-1]
