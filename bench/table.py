@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.draft_names import written
 from bench.passes import PassResults
-from bench.record import make_record
+from bench.record import make_record, ratio
 from bench.session import Session
 from common.jsonl import publish
 from common.tables import Column, console
@@ -59,6 +59,8 @@ MORE = {"by_length": BY_LENGTH, "rows": ABLATED}
 LOOPING = 0.6
 # With fewer rounds, a single interrupted round decides the ratio of two passes.
 FEW_ROUNDS = 8
+# The share of its speedup that a run may lose to rows that end early, before a note says how to fill their places.
+MOST_LOST = 0.15
 
 
 def finish(benchmark: str, session: Session, passes: PassResults) -> None:
@@ -217,4 +219,6 @@ def notes(record: dict[str, Any], automatic: Sequence[str]) -> list[str]:
         found.append(
             f"too few rounds with all rows busy for a speedup, {record['steady_rounds']}: use a longer --gen_len"
         )
+    elif (lost := 1 - (ratio(record.get("wall_speedup"), record["speedup"]) or 1)) > MOST_LOST:
+        found.append(f"rows that ended first left {lost:.0%} of the speedup unused: --num_prompts fills their places")
     return found

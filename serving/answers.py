@@ -65,8 +65,8 @@ def internal(error: Exception) -> Failure:
 class Token:
     """A token of an answer or a prompt. text: its characters, or a control token's name. delta: what it adds to the
     text, which has `offset` characters before it. drafted: whether it is an accepted draft. round: 0 for the prompt's
-    prefill. top: the likeliest ids in its place, with their log-probabilities. reasoning: what it adds
-    to the reasoning."""
+    prefill. top: the likeliest ids in its place, with their log-probabilities. reasoning, calls: what
+    it adds to the reasoning, and to calls of tools."""
 
     index: int
     id: int
@@ -79,6 +79,7 @@ class Token:
     round: int
     top: list[tuple[int, float]] = field(default_factory=list)
     reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
 
 
 def prompt_tokens(prompt: Sequence[int], tokenizer: Tokenizer, specials: Mapping[int, str]) -> list[Token]:
@@ -178,6 +179,7 @@ class Answer:
             logprob, top = update.logprobs[place] if update.logprobs else (None, [])
             origin = special is not None, place < update.accepted, update.round
             token = Token(len(self.tokens), id_, special or text, delta, offset, logprob, *origin, top, reasoning)
+            token.calls = self.tool_calls.parts
             self.tokens.append(token)
             if has_ended:
                 self.finish = STOP
@@ -202,6 +204,7 @@ class Answer:
         reasoning, delta = self.reasoning.add(delta, is_last=True)
         last.reasoning += reasoning
         last.delta += self.tool_calls.add(delta, is_last=True)
+        last.calls = last.calls + self.tool_calls.parts
         last.text += "" if last.special else rest
         if has_ended and self.finish in (EOS, LENGTH):
             self.finish = STOP

@@ -326,7 +326,9 @@ async def _chunks(answers: Sequence[Answer], head: dict[str, Any], is_chat: bool
     async for i, tokens in batches(answers):
         n_running -= not tokens
         choice = _choice(answers[i], tokens, is_chat, None if tokens else _reason(answers[i]), is_chunk=True)
-        yield [head | {"choices": [{"index": i} | choice]} | ({} if n_running else report(answers))]
+        parts = [{"delta": {"tool_calls": [part]}, "finish_reason": None} for token in tokens for part in token.calls]
+        last = {} if n_running else report(answers)
+        yield [head | {"choices": [{"index": i} | each]} | last for each in (choice, *parts)]
     if has_usage:
         yield [head | {"choices": [], "usage": _usage(answers)}]
 
@@ -342,11 +344,9 @@ def _choice(
         reasoning = "".join(token.reasoning for token in tokens)
         said: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
         said |= {"content": text} if tokens and (text or not (reasoning and is_chunk)) else {}
-        if tokens and tokens[-1] is answer.tokens[-1] and answer.tool_calls.found:
-            said |= {"content": text or None, "tool_calls": []}
-            for index, call in enumerate(answer.tool_calls.found):
-                head = {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
-                said["tool_calls"].append(head | {"function": call} | ({"index": index} if is_chunk else {}))
+        if (found := answer.tool_calls.found) and not is_chunk:
+            calls = [{"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call} for call in found]
+            said |= {"content": text or None, "tool_calls": calls}
         content: dict[str, Any] = {"delta" if is_chunk else "message": role | said}
     else:
         logprobs = {"tokens": [token.text for token in tokens], "token_logprobs": [token.logprob for token in tokens]}

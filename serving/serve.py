@@ -115,7 +115,7 @@ class Serve:
         if sharing and self.batch.no_prefix_reuse:
             where, what = f"{flag('draft')}, {flag('text_drafts')}", "this draft takes its guesses from all requests"
             required = f"drafts from the text of the row, with {flag('no_prefix_reuse')}"
-            refuse(where, sharing[0], required, what, "use suffix, which copies from the row's text")
+            refuse(where, sharing[0], required, what, f"use suffix without {flag('keep_answers')}")
         draft, *others = drafts or (None,)
         run = RunConfig(target=self.target, draft=draft, auto_drafts=tuple(others), ranks=self.ranks)
         return replace(run, sampling=Sampling(verification=self.batch.verification))

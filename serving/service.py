@@ -307,8 +307,8 @@ class Service(Collector):
         require(not (is_read and is_seeded), "prediction", says)
         tokens = self.tokenizer.encode(joined(prediction.content), add_bos=False)
         n, most = len(tokens), self.max_total
-        require(n <= most, "prediction", f"has {n} tokens; this server takes {most}")
-        return tokens
+        require(n <= most or not is_read, "prediction", f"has {n} tokens; this server takes {most}")
+        return tokens[:most]
 
     def _bans(self, spec: GenerationSpec) -> list[list[int]]:
         """Return the token ids of `bad_words`, as tokenised alone and after a space. Raises Failure."""

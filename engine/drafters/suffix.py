@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from common.errors import refuse
+from common.errors import refuse, require_at_least
 from engine.drafters.base import RowUpdate
 from engine.drafters.config import BuildInputs, Trait
+from engine.drafters.markov import NGramTable
 from engine.drafters.text_drafter import Guess, HostDrafter, HostDrafterConfig
 from engine.runner import ModelRunner
 
 # The number of suffixes ending at a token whose last end is recorded.
 N_RECORDED = 16
+# Prompts whose answers are kept, and tokens of the longest context in these (the default of --text_match).
+N_PROMPTS, ORDER = 32, 8
 
 
 @dataclass(eq=False, slots=True)
@@ -79,14 +82,44 @@ class Suffix(HostDrafter):
 
     The request's prediction, or else `text`, stands before the row's text; it is preferred if the suffix occurs in it,
     too. In rejection mode neither may depend on the request's random numbers.
+
+    keep_answers: the most contexts that are kept of the answers to each of the N_PROMPTS latest prompts, also while
+    they grow (after arXiv 2411.04975). A guess by the answers to a row's prompt is preferred to a shorter match. In
+    rejection mode only the first request of a prompt, seed and id shares them, as with `NGramCache`.
     """
 
-    def __init__(self, runner: ModelRunner, gamma: int, text: Sequence[int] = ()) -> None:
+    def __init__(self, runner: ModelRunner, gamma: int, text: Sequence[int] = (), keep_answers: int = 0) -> None:
         super().__init__(runner, gamma)
         self._rows: dict[int, SuffixAutomaton] = {}
-        self._text = text
+        self._text, self._size = text, keep_answers
+        self._kept = dict[int, NGramTable]()  # by the hash of a prompt
+        self._answers: dict[int, tuple[NGramTable, int]] = {}  # by row, with the number of its tokens that were learnt
 
     def continued(self, update: RowUpdate) -> Guess:
+        copied, kept = self._copied(update), self._by_answers(update) if self._size else Guess()
+        return kept if kept.n_matched >= copied.n_matched and not copied.is_predicted else copied
+
+    def _by_answers(self, update: RowUpdate) -> Guess:
+        if update.n_seen == 0:
+            n_prompt, key = update.verified.start or len(update.tokens), update.noise_key
+            prompt = hash(tuple(update.tokens[:n_prompt]))
+            table = self._kept.pop(prompt, None)
+            # A row keeps the table that it began with, and new requests get another: one without its random numbers.
+            if table is None or len(table.drawn) >= self._size:
+                table = NGramTable(ORDER, self._size)
+            self._kept[prompt] = table
+            if len(self._kept) > N_PROMPTS:
+                del self._kept[next(iter(self._kept))]
+            if key is not None and (key in table.drawn or update.verified):
+                table = NGramTable(ORDER, self._size)  # of this row alone
+            table.drawn |= {key} if key else set()
+            self._answers[update.row] = table, n_prompt
+        table, n_learnt = self._answers[update.row]
+        table.learn(update.tokens, n_learnt)
+        self._answers[update.row] = table, len(update.tokens)
+        return table.continued(update.tokens, self.gamma)
+
+    def _copied(self, update: RowUpdate) -> Guess:
         if update.n_seen == 0:
             before = update.prediction or self._text
             self._rows[update.row] = SuffixAutomaton(token for token in before if 0 <= token < self._n_ids)
@@ -105,15 +138,20 @@ class SuffixConfig(HostDrafterConfig):
     """Copies from the row's text, after the longest match of any length."""
 
     name: ClassVar[str] = "suffix"
-    TRAITS: ClassVar[Trait] = Trait.READS_PREDICTIONS
     draft_text: str | None = None
+    keep_answers: int = 0
+
+    @property
+    def traits(self) -> Trait:
+        return Trait.READS_PREDICTIONS | (Trait.SHARES_TEXTS if self.keep_answers else Trait.NONE)
 
     def check(self) -> None:
         super().check()
+        require_at_least("keep_answers", self.keep_answers, 0)
         if self.draft_text is not None and not Path(self.draft_text).is_file():
             refuse("draft_text", self.draft_text, "a file of text", "no text to draft from", "correct its name")
 
     def build(self, inputs: BuildInputs, gamma: int) -> Suffix:
         text = Path(self.draft_text).read_text("utf-8-sig", "replace") if self.draft_text else ""
         tokens = inputs.tokenizer.encode(text, add_bos=False) if text and inputs.tokenizer else ()
-        return Suffix(inputs.runner, gamma, tokens)
+        return Suffix(inputs.runner, gamma, tokens, self.keep_answers)

@@ -37,6 +37,8 @@ def record(*rounds_by_gamma: tuple[int, int], **changes: Any) -> dict[str, Any]:
         (record(gen_len=1), [], 1),
         (record((3, 20), contention={"baseline": {"contended": True}}), ["gamma"], 1),
         (record((3, 20), contention={"baseline": {"contended": None}}), ["gamma"], 0),
+        (record((3, 20), wall_speedup=0.9), [], 1),
+        (record((3, 20), wall_speedup=1.1), [], 0),
         (record((3, 20), distinct_4gram_fraction=0.2), ["gamma"], 1),
         (record((3, 20), distinct_4gram_fraction=0.9), ["gamma"], 0),
     ],

@@ -235,6 +235,8 @@ def test_other_names_lead_nowhere_without_a_key(served: Served):
         "--data_parallel 2",
         "--draft oracle",
         "--text_match 2 --text_drafts cache --no_prefix_reuse",
+        "--draft suffix --keep_answers 9 --no_prefix_reuse",
+        "--draft suffix --keep_answers -1",
     ],
 )
 def test_impossible_servers_are_refused(chat_checkpoint, words):

@@ -11,6 +11,7 @@ from typing import Literal
 import pytest
 import torch
 from huggingface_hub import InferenceClient
+from jinja2 import Template
 from pydantic import BaseModel, Field
 from tokenizers import AddedToken, Tokenizer
 from transformers import LlamaConfig
@@ -326,6 +327,29 @@ def test_a_required_call_is_one_that_the_parser_finds(structured: Served, is_her
 
     assert follows("weather", '{"n": 7}') and follows("clock", "{}")
     assert not follows("weather", '{"n": "7"}') and not follows("weather", "{}")
+
+
+@pytest.mark.parametrize("is_hermes", [True, False])
+def test_a_required_call_streams_the_arguments_of_the_whole_answer(
+    structured: Served, monkeypatch, tmp_path, is_hermes
+):
+    text = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{{ messages[0].content }}<think></think>"
+    service, source = structured.server.service, tmp_path / "template"
+    source.write_text(text + "{# <tool_call> #}" * is_hermes)
+    reads_tools = replace(service.template, path=source, template=Template(text))
+    monkeypatch.setattr(service, "template", reads_tools)
+    how = {"model": "m", "max_tokens": 200, "tool_choice": "required"}
+    how["tools"] = [{"type": "function", "function": {"name": "note", "parameters": SCHEMA}}]
+    for content, temperature in (("hi", 0), ("of the cat", 0.9), ("a", 1.2)):
+        given = how | {"messages": [{"role": "user", "content": content}], "temperature": temperature, "seed": 5}
+        (whole,) = structured.openai.chat.completions.create(**given).choices
+        chunks = [chunk.choices[0] for chunk in structured.openai.chat.completions.create(stream=True, **given)]
+        ((first,), *others) = filter(None, (chunk.delta.tool_calls for chunk in chunks))
+        (call,) = whole.message.tool_calls
+        assert (first.function.name, first.function.arguments) == ("note", "") and len(others) > 5
+        assert "".join(part.function.arguments for (part,) in others) == call.function.arguments
+        require(call.function.arguments)
+        assert chunks[-1].finish_reason == whole.finish_reason == "tool_calls"
 
 
 def test_a_required_call_is_written_by_the_tokens_of_its_tags(tmp_path):

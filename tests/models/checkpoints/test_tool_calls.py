@@ -2,6 +2,7 @@
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -54,18 +55,105 @@ TEXTS = [
 CASES += [(text, text, []) for text in TEXTS]
 
 
+def assembled(parts: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return the name and the arguments of each call, of which the parts come in their order."""
+    calls = list[tuple[str, str]]()
+    for part in parts:
+        if "id" in part:
+            assert (part["index"], part["type"], part["function"]["arguments"]) == (len(calls), "function", "")
+            calls.append((part["function"]["name"], ""))
+        else:
+            assert part["index"] == len(calls) - 1 and [*part["function"]] == ["arguments"]
+            calls[-1] = calls[-1][0], calls[-1][1] + part["function"]["arguments"]
+    return calls
+
+
 @pytest.mark.parametrize(("text", "rest", "calls"), CASES)
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_calls_are_found_however_a_text_comes(text, rest, calls, data):
     at = sorted(data.draw(st.lists(st.integers(0, min(len(text), 200)), max_size=9)))
-    parser, sent = ToolCallParser(NAMES), ""
+    parser, sent, parts = ToolCallParser(NAMES), "", list[dict[str, Any]]()
     for start, end in pairwise([0, *at, len(text)]):
         sent += parser.add(text[start:end])
+        parts += parser.parts
         assert rest.startswith(sent)
     sent += parser.add("", is_last=True)
     assert sent == rest
     assert [(call["name"], json.loads(call["arguments"])) for call in parser.found] == calls
+    if calls:  # else they may be the beginning of a text that is none
+        assert assembled(parts + parser.parts) == [(call["name"], call["arguments"]) for call in parser.found]
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+STYLES = st.fixed_dictionaries(
+    {
+        "ensure_ascii": st.booleans(),
+        "indent": st.none() | st.integers(0, 2),
+        "separators": st.sampled_from([None, (",", ":"), (" ,", " :  ")]),
+    }
+)
+ARGUMENTS = st.dictionaries(st.text(max_size=4), VALUES, max_size=4)
+BETWEEN = {"arguments": ("<tool_call>\n", "\n</tool_call>\n"), "parameters": ("", ";")}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(ARGUMENTS, STYLES), min_size=1, max_size=3), st.sampled_from([*BETWEEN]), st.data())
+def test_parts_join_to_the_arguments_of_the_whole_answer(written, field, data):
+    """In every style that JSON allows, whatever is verified in a block; calls beyond the most are left out."""
+    before, after = BETWEEN[field]
+    calls = [json.dumps({"name": NAMES[i % 2], field: call}, **style) for i, (call, style) in enumerate(written)]
+    text = "".join(f"{before}{call}{after}" for call in calls)
+    at = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=20)))
+    most = data.draw(st.none() | st.integers(1, 2))
+    parser, parts = ToolCallParser(NAMES, most), list[dict[str, Any]]()
+    for start, end in pairwise([0, *at, len(text)]):
+        parser.add(text[start:end])
+        parts += parser.parts
+    n_before = len(parts)
+    parser.add("", is_last=True)
+    assert parts[n_before:] == [] == parser.parts, "all came before the end"
+    assert assembled(parts) == [(call["name"], call["arguments"]) for call in parser.found]
+    assert [json.loads(call["arguments"]) for call in parser.found] == [call for call, _ in written][:most]
+
+
+@pytest.mark.parametrize("write", [hermes, llama])
+def test_arguments_come_as_they_are_written(write):
+    """Character by character; half a character that is escaped waits."""
+    text = write("search", {"query": "a é \n \U0001f600", "n": [1.5, True]}).replace("\U0001f600", "\\ud83d\\ude00")
+    parser, came = ToolCallParser(NAMES), dict[int, str]()
+    for i, character in enumerate(text):
+        parser.add(character)
+        came[i] = "".join(part["function"]["arguments"] for part in parser.parts)
+    begin = text.index('{"query')
+    assert not any(came[i] for i in range(begin)) and came[begin] == "{"
+    assert [came[text.index(x, begin)] for x in "aé"] == ["a", "é"]
+    assert came[text.index("ude00") + 4] == "\U0001f600" and came[text.index("1.5") + 3] == "1.5, "
+    parser.add("", is_last=True)
+    assert parser.parts == [] and "".join(came.values()) == parser.found[0]["arguments"]
+
+
+def test_a_call_that_is_cut_short_or_whose_name_comes_late_is_sent_as_far_as_it_is_known():
+    late = '{"arguments": {"query": "a"}, "name": "search"}'
+    for text, first, last in [
+        (hermes(*WEATHER).partition("Paris")[0], [("get_weather", '{"city": "')], []),
+        (llama(*SEARCH)[:-2] + ', "x": NaN}}', [("search", "")], []),
+        (
+            f"<tool_call>{late}</tool_call>{hermes(*WEATHER)}",
+            [],
+            [("search", '{"query": "a"}'), ("get_weather", PARIS)],
+        ),
+    ]:
+        parser = ToolCallParser(NAMES)
+        parser.add(text)
+        assert assembled(parser.parts) == first
+        parser.add("", is_last=True)
+        whole = [(name, x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)) for name, x in last]
+        assert assembled(parser.parts) == whole
 
 
 def test_text_before_a_mark_is_sent_at_once():
@@ -145,6 +233,27 @@ def test_openais_client_gets_calls_and_answers_them(served: Served, saying):
         f"{''.join(map(json.dumps, TOOLS))}[user]hello[assistant]Paris[tool]rain", add_bos=False
     )
     assert answer.usage.prompt_tokens == len(prompt)
+
+
+def test_openais_client_gets_arguments_as_they_come(served: Served, saying):
+    """Blocks of five tokens, in which calls begin and end; a chunk has one addition to one call at most."""
+    client = OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
+    how = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "temperature": 0, "max_tokens": 40}
+    saying(SAYS)
+    whole = client.chat.completions.create(**how).choices[0]
+    saying(SAYS)
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **how)]
+    deltas = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert all(len(chunk.delta.tool_calls or []) < 2 for chunk in chunks)
+    for index, call in enumerate(whole.message.tool_calls):
+        first, *others = [delta for delta in deltas if delta.index == index]
+        assert (first.type, first.function.name, first.function.arguments) == ("function", call.function.name, "")
+        assert first.id.startswith("call_") and len(others) > 1
+        assert all((delta.id, delta.type, delta.function.name) == (None, None, None) for delta in others)
+        assert "".join(delta.function.arguments for delta in others) == call.function.arguments
+    assert [delta.index for delta in deltas] == sorted(delta.index for delta in deltas)
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [whole.finish_reason]
 
 
 @pytest.mark.parametrize("body", [{}, {"tools": TOOLS, "tool_choice": "none"}])
