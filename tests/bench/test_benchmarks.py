@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from models.checkpoints.loading import read_checkpoint, save_checkpoint
-from tests.support.programs import ROOT, python, run
+from tests.support.programs import ROOT, run
 from tests.support.rank_jobs import copy_edited
 
 BASELINE, SELFSPEC, LONGSPEC = (f"tests/{name}_benchmark.py" for name in ("baseline", "selfspec", "longspec"))
@@ -74,7 +74,7 @@ def test_selfspec_with_everything_measured(checkpoint: Path, books: Path, tmp_pa
     paths = f"--model {checkpoint / 'model.pth'} --dataset {books} --output {results} --save_rows {saved}"
     paths += f" --log_verification {logged}"
     flags = f"{paths} {SIZES} {DRAFT} --num_prompts 5 --dtype float64 --benchmark --printoutput"
-    ended = python(ROOT / SELFSPEC, *flags.split(), cwd=tmp_path)
+    ended = run(SELFSPEC, flags.split())
     record = ended.record
     drafted = {"draft": "self", "draft_policy": "streaming", "draft_budget": 16}
     read = {"model": checkpoint.name, "dtype": "float64", "dataset": str(books), "load_format": "pth"}

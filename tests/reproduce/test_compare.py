@@ -98,14 +98,6 @@ def test_repeats_make_no_rate_more_certain(call):
     assert once["acceptance_standard_error"] == thrice["acceptance_standard_error"] > 0
 
 
-NAMES = ["self:snapkv=full", "eagle=full", "ngram:nothing", "ngram:snapkv", "nothing+self", "self@0", "suffix+ngram"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_drafters_that_do_not_exist_are_refused(call, name: str):
-    assert name in call(SCRIPT, f"{HOW} --drafters {name}").refusal
-
-
 # Categories of one to three conversations of different lengths, which do not all go on.
 TALKS = [("math", ["What is 3 + 4 + 3 + 4?", "Why?"]), ("letters", ["a b a b a b a b a b a b", "b a"])]
 TALKS += [("math", ["No."]), ("math", ["One and one and one and one", "and one?"]), ("end", ["xyzxyzxyzxyz"])]

@@ -69,6 +69,8 @@ SOURCE_DAMAGE: Damage = {
     "a tensor in no shard": (lambda d: edit(d / INDEX, "weight_map/model.extra.weight", SECOND), SECOND),
     "config with more layers": (lambda d: edit(d / "config.json", "num_hidden_layers", 3), "model.layers.2"),
     "config with fewer layers": (lambda d: edit(d / "config.json", "num_hidden_layers", 1), "model.layers.1"),
+    "config is a list": (lambda d: (d / "config.json").write_bytes(b"[1, 2]"), "config.json"),
+    "config is no text": (lambda d: (d / "config.json").write_bytes(b"\xff\xfe"), "config.json"),
     "manifest garbled": (lambda d: (d / "manifest.json").write_text('{"files": {"a": 1}}'), "manifest.json"),
     "an adapter beside the weights": (lambda d: (d / "adapter_config.json").write_text("{}"), "adapter_config.json"),
     "no folder": (shutil.rmtree, "no such folder"),
