@@ -109,6 +109,7 @@ CONFIGURATIONS = [
     ("rejection", "P-EAGLE, streaming", 3, 3, (PLAIN, EDITED), 115),
     ("rejection", "dflash, whole, streaming", 3, 3, (PLAIN, FILTERED), 117),
     ("rejection", "dflash, whole, streaming: confidence", 3, 3, (PLAIN, EDITED), 119),
+    ("rejection", "dspark, whole, streaming", 3, 3, (PLAIN, EDITED), 121),
     ("rejection", "speculated, ngram", 3, 3, (PLAIN, FILTERED), 123),
     ("rejection", "speculated, model", 3, 3, (PLAIN, FILTERED), 125),
     ("rejection", "full", 3, 3, (PLAIN, EDITED), 1 << 33),
