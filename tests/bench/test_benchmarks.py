@@ -110,13 +110,6 @@ def test_selfspec_with_everything_measured(checkpoint: Path, books: Path, tmp_pa
     assert earlier == '{"an": "earlier record"}' and json.loads(appended) == record
 
 
-def test_the_record_has_the_configuration_of_the_run_and_no_options_of_other_drafts(call) -> None:
-    config = call(SELFSPEC, f"{SIZES} {DRAFT} --draft_of_draft ngram --dtype float64").record["config"]
-    assert config["sizes"] == {"B": 2, "prefix_len": PREFIX_LEN, "gen_len": GEN_LEN}
-    draft = {"draft": "self", "draft_policy": "streaming", "draft_budget": 16, "n_sink": 4, "draft_of_draft": "ngram"}
-    assert {name: config["draft"].get(name) for name in (*draft, "max_ngram")} == draft | {"max_ngram": None}
-
-
 def test_selfspec_without_baseline_over_a_full_draft_cache(call) -> None:
     flags = f"{SIZES} --gamma {GAMMA} --no_baseline --draft_policy full --dtype float64 --model_name org/a-name"
     record = call(SELFSPEC, flags).record

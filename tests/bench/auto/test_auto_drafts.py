@@ -16,7 +16,6 @@ from bench.draft_flags import DraftFlags
 from bench.memory import memory_plan
 from bench.plan import check_choice, resolve
 from bench.session import Session
-from bench.table import _chosen
 from common.errors import ConfigError
 from engine import SelfSpeculation
 from engine.drafters.combined import Hybrid
@@ -122,14 +121,6 @@ def test_a_record_names_the_draft_of_every_round(call):
     assert [cost["draft"] for cost in record["measured_costs"]] == ["self", "suffix", "ngram"]
     assert {choice["draft"] for choice in record["choices"]} <= {None, "self", "suffix", "ngram"}
     assert all((choice["draft"] is None) == (choice["gamma"] == 0) for choice in record["choices"])
-
-
-def test_a_table_has_no_budget_of_a_draft_without_a_cache():
-    choices = [("self", "snapkv", 64, 3), ("suffix", None, None, 6), (None, None, None, 0)]
-    names = "draft", "draft_policy", "draft_budget", "gamma"
-    record = {"choices": [dict(zip(names, each, strict=True), rounds=2) for each in choices]}
-    rounds = _chosen(record | {"draft_policy": "auto", "draft_budget": "auto"})
-    assert rounds == "2 x self, snapkv, 64 entries, gamma 3; 2 x suffix, gamma 6; 2 x plain"
 
 
 def test_a_server_chooses_among_drafts(tmp_path: Path) -> None:
