@@ -81,6 +81,13 @@ def test_the_largest_batch_is_exact(batch: int) -> None:
             require_memory(plan, batch + 1, available, "cpu")
 
 
+@pytest.mark.parametrize(("available", "flag"), [(1000, "draft_weights"), (999, "prefix_len")])
+def test_the_fix_is_the_draft_weights_if_all_else_fits(available: int, flag: str) -> None:
+    plan = MemoryPlan({"weights": 100, "draft weights": 50}, {"target KV": 90})
+    with pytest.raises(OutOfMemoryError, match=f"fix:[^,]*--{flag}"):
+        require_memory(plan, 10, available, "cpu")
+
+
 @pytest.mark.parametrize("available", [[1000], [2**40, 1000]])
 def test_a_run_that_does_not_fit_is_refused_before_or_after_loading(available, checkpoint: Path, monkeypatch) -> None:
     left = iter(available)
