@@ -144,7 +144,7 @@ def test_sequences_have_the_targets_joint_law(mode, kind, gamma, per_slot, ways,
 @pytest.mark.parametrize("kind", ["full", "dflash, whole, streaming", "speculated, streaming"])
 def test_grammars_mask_the_targets_joint_law(kind):
     """Every second request has a grammar, which also forces tokens; its neighbours keep their laws."""
-    n = max(N_REQUESTS, 600)
+    n = max(N_REQUESTS, 1000)
     runner, new_drafter = runner_and_drafters(n // 4, gamma=3)
     groups = [(i % len(PROMPTS), replace(PLAIN, seed=i % 2)) for i in range(n)]
     requests = [
