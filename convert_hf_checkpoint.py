@@ -13,6 +13,7 @@ from tqdm import tqdm
 from tyro.conf import arg
 
 from common.errors import CheckpointError, flag, refuse, refuse_checkpoint
+from common.say import dtype_name
 from models.checkpoints import manifest as files
 from models.checkpoints.convert import HEAD, Source, check_tied_head, match_parts, read_stacked, source_parts
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT
@@ -77,6 +78,7 @@ def convert(
     if source.tokenizer_json is None:
         load_tokenizer(checkpoint_dir, source.side_files)
     hf_config = source.hf_config | {"num_hidden_layers": config.n_layer}
+    hf_config.pop("quantization_config", None)  # weights are plain from here on
     if isinstance(kinds := hf_config.get("layer_types"), list):
         hf_config["layer_types"] = [kind for layer, kind in enumerate(kinds) if layer not in layers_to_drop]
     if config.unrotated_layers:
@@ -102,11 +104,13 @@ def convert(
     entries |= files.describe(out_dir, written)
     for name in generated:
         entries[name]["generated"] = True
-    files.update_manifest(out_dir, entries, converted_from=recipe)
+    stored = sorted({dtype_name(tensor.dtype) for tensor in state_dict.values() if tensor.ndim > 1})
+    files.update_manifest(out_dir, entries, converted_from=recipe, stored=stored)
     if (n_ids := len(load_tokenizer(out_dir).pieces())) > config.vocab_size:
         lacking = f"{config.vocab_size} to {n_ids - 1}"
         print(f"note: the tokenizer has ids that the model lacks, {lacking}: prompts with them are refused")
-    print(f"wrote {weights}: {config.n_parameters / 1e6:.1f}M parameters, {config.n_layer} layers")
+    formats = f"published in {' and '.join(recipe['published'])}, stored in {' and '.join(stored)}"
+    print(f"wrote {weights}: {config.n_parameters / 1e6:.1f}M parameters, {config.n_layer} layers, {formats}")
     return weights
 
 

@@ -16,7 +16,7 @@ from engine.parallel.ranks import ModelRanks
 from engine.prefix_store import PrefixStore
 from engine.runner import prefill_chunk_of
 from models import Transformer
-from models.kernels.build import KERNELS, BuildError, choose
+from models.kernels.build import KERNELS, PACKAGES, BuildError, choose
 
 # The source files that decide the bits of a prefilled row.
 CODE = (
@@ -45,7 +45,7 @@ def builds() -> list[str | None]:
     for name in (name for name, kernel in KERNELS.items() if kernel.source):
         with suppress(BuildError):
             found.append(choose(name).build)
-    return found + [package_version(package) for package in ("triton", "flash-attn", "flash-attn-3", "fa3-fwd")]
+    return found + list(map(package_version, PACKAGES))
 
 
 def code_sha256(patterns: Sequence[str] = CODE) -> str:

@@ -24,6 +24,7 @@ from engine.controller import RoundChoice
 from engine.drafters.config import AUTO, DrafterConfig
 from engine.generation import GenerateOutput
 from engine.stats import Counts, RoundStats, acceptance_standard_error, counts_by_row, ratio_standard_error, total
+from models.kernels.build import choose
 
 # Fields of `Counts` in a record.
 COUNTED = (
@@ -152,6 +153,7 @@ def settings_record(session: Session) -> dict[str, Any]:
         "device": str(runner.device),
         "dtype": dtype_name(plan.dtype),
         "attention": runner.model.backend.name,
+        "attention_build": choose("attention").build if runner.model.backend.name == "cpp" else None,
         "compile": plan.config.target.compile,
         "cuda_graphs": runner.graphs is not None,
         "quantize": plan.config.target.quantize,

@@ -48,8 +48,9 @@ def auto_draft_weights(
 ) -> str | None:
     """Return the scheme that `--draft_weights auto` stands for, or None.
 
-    4 bits are faster than 8, but a model that was not published in 4 bits loses more acceptance. On a GPU layers are
-    timed; not by several processes, which would have to agree.
+    4 bits are faster than 8, but a model that was not published in 4 bits loses more acceptance. AWQ, GPTQ and
+    compressed-tensors do not count: 32 weights of a larger group rarely have both its extremes, and get other codes.
+    On a GPU layers are timed; not by several processes, which would have to agree.
 
     Args:
         dtype: dtype of the draft.

@@ -20,11 +20,13 @@ class DFlash(HeadDrafter):
 
     Given the text, each position draws from a distribution q_i that does not depend on the block's other drafts, so
     q(d_1, ..., d_gamma) is the product of q_i(d_i). Rejection needs q of each draft given the drafts before it: that is
-    q_i, to which edits and grammars are applied as to other drafts. Errors: ConfigError, also if a block drafts fewer
-    tokens than gamma, and for layers with windows over a cache in 4 bits.
+    q_i, to which edits and grammars are applied as to other drafts. In a head with a `chain`, q_i depends on the draft
+    before, too. Errors: ConfigError, also if a block drafts fewer tokens than gamma, and for layers with windows over a
+    cache in 4 bits.
     """
 
     _head: DFlashHead
+    _memory: Tensor | None
 
     def __init__(self, runner: ModelRunner, head: DFlashHead, cache: KVCache, gamma: int) -> None:
         check_most_drafts(gamma, head.shape.most_drafts)
@@ -46,10 +48,17 @@ class DFlash(HeadDrafter):
         block = batch.positions(gamma if self._head.shape.drafts_anchor else gamma + 1)
         return self.draw_all(self._head.draft(batch.current, block, view), batch, verification, gamma)
 
+    def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
+        if (chain := self._head.chain) is None:
+            return super().logits(batch, i, tokens, cache)
+        memory = self._memory if i else None
+        known, self._memory = chain(self._known[:, i], self._states[:, i], tokens, memory)
+        return self._head.of_target(known)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(HeadDrafterConfig):
-    """A DFlash head, which drafts a block at once from the target's hidden states."""
+    """A DFlash, DSpark or DFlash 2 head, which drafts a block at once from the target's hidden states."""
 
     name: ClassVar[str] = "dflash"
     DRAFTER: ClassVar[type[HeadDrafter]] = DFlash

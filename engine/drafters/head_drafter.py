@@ -37,7 +37,8 @@ class HeadDrafter(ModelDrafter):
 
     hidden_buffer: HiddenStateBuffer
     _head: TransformerHead
-    _logits: Tensor
+    _states: Tensor
+    _known: Tensor
 
     def __init__(self, runner: ModelRunner, head: TransformerHead, cache: KVCache, gamma: int) -> None:
         require_by_position(cache, type(cache).__name__)
@@ -87,13 +88,13 @@ class HeadDrafter(ModelDrafter):
 
     def draw_all(self, states: Tensor, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         """Draw each draft from the logits of its state, all computed at once. states: `[B, gamma or more, dim]`."""
-        self._logits = self._head.logits(states)
+        self._states, self._known = states, self._head.draft_logits(states)
         drafts = super().propose(batch, verification, gamma)
-        del self._logits
+        del self._states, self._known
         return drafts
 
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
-        return self._logits[:, i]
+        return self._head.of_target(self._known[:, i])
 
 
 def require_by_position(cache: KVCache | Policy, name: str) -> None:

@@ -20,8 +20,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of the source; `read` returns it as a CPU tensor of `shape` and `dtype`. published: name of the dtype,
-    or GGUF quantisation, that the file has it in, such as Q4_1."""
+    """A tensor of the source; `read` returns it as a CPU tensor of `shape` and `dtype`, or not yet rounded to it.
+    published: name of the dtype, or quantisation, that the file has it in, such as Q4_1 or AWQ4."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -123,7 +123,9 @@ def match_parts(
     """Find every part of every tensor. Raises CheckpointError for one missing, misshapen or unknown, unless ignored."""
     required = dict(part for stacked in parts.values() for part in stacked)
     check_names(folder, tensors, required, fix)
-    if unknown := sorted(tensors.keys() - required.keys() - set(ignored)):
+    unknown = sorted(tensors.keys() - required.keys() - set(ignored))
+    # Tools that quantise add biases of 0 to layers without biases.
+    if unknown := [name for name in unknown if not name.endswith(".bias") or tensors[name].read().any()]:
         refuse_checkpoint(folder, f"{len(unknown)}, such as {unknown[0]}", "none", "tensors of another model", fix=fix)
     for name, shape in required.items():
         if (found := tensors[name]).shape != shape:

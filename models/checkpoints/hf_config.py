@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.errors import flag, refuse
+from common.errors import refuse
 from common.jsonl import parse_json
 from models.checkpoints.hf_rope import ORIGINAL, ROPE_TYPES, rope_fields
 from models.checkpoints.hf_rules import (
@@ -26,6 +26,7 @@ from models.checkpoints.hf_rules import (
     positive,
     unsupported,
 )
+from models.checkpoints.quantized_source import quantized_format
 from models.config import ModelConfig
 
 GENERATION_CONFIG = "generation_config.json"
@@ -150,7 +151,7 @@ FUSED = [name for name, architecture in ARCHITECTURES.items() if architecture.is
 
 def config_from_hf(given: Values, *, where: str = "config") -> ModelConfig:
     """Translate the keys of a Hugging Face config.json. Raises ConfigError naming the key."""
-    require_unquantized(given, where)
+    quantized_format(given, where)
     names = given.get("architectures")
     name = names[0] if isinstance(names, list) and names else "(none given)"
     architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
@@ -189,15 +190,6 @@ def config_from_hf(given: Values, *, where: str = "config") -> ModelConfig:
         "eos_tokens": eos if isinstance(eos, list) else [] if eos is None else [eos],
     }
     return ModelConfig.from_dict(fields)
-
-
-def require_unquantized(given: Values, where: str) -> None:
-    """Raise ConfigError naming the scheme of a config.json whose weights are quantised, such as fp8, awq or gptq."""
-    if (scheme := given.get("quantization_config")) is not None:
-        name = scheme.get("quant_method") if isinstance(scheme, dict) else None
-        what = f"the checkpoint is quantised by {name or 'an unknown scheme'}"
-        fix = f"download the unquantised model; {flag('quantize')} stores it in 8 or 4 bits"
-        refuse(f"{where}: quantization_config", repr(scheme)[:200], "no such key, or null", what, fix)
 
 
 def _unrotated_layers(values: Values, n_layer: int, where: str) -> list[int]:

@@ -75,7 +75,8 @@ def describe_file(path: Path) -> dict[str, Any]:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a folder: {"files": {name: {"size": bytes, "sample": hex}}, ...}, without files if missing.
     "generated" marks a file that a conversion made from a GGUF's metadata. "converted_from" is the recipe of the last
-    conversion; its "published" lists the dtypes of the source's matrices. Raises CheckpointError."""
+    conversion; its "published" lists the formats of the source's matrices, and "stored" the dtypes of the result's.
+    Raises CheckpointError."""
     path = folder / MANIFEST
     try:
         manifest = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {"files": {}}

@@ -15,13 +15,15 @@ from common.jsonl import parse_json
 from common.say import dtype_name
 from models.checkpoints.convert import DTYPES, Source, SourceTensor, separate_fused
 from models.checkpoints.gguf_source import open_gguf, read_gguf
-from models.checkpoints.hf_config import FUSED, config_from_hf, read_config, require_unquantized
+from models.checkpoints.hf_config import FUSED, config_from_hf, read_config
 from models.checkpoints.manifest import CONFIG, downloaded_side_files
+from models.checkpoints.quantized_source import QuantizedFormat, dequantized, quantized_format
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # computed from the config, whatever the dtype
 MAPS = ("d2t", "t2d")  # maps of a trained head's vocabulary, which alone may be in dtypes other than DTYPES
 MAP_DTYPES = (*DTYPES, torch.int64, torch.bool)
 SAFETENSORS_DTYPES = dict(zip(("F64", "F32", "F16", "BF16", "I64", "BOOL"), MAP_DTYPES, strict=True))
+SAFETENSORS_DTYPES |= {"I32": torch.int32, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
 
 
 def open_source(folder: Path) -> Source:
@@ -29,9 +31,9 @@ def open_source(folder: Path) -> Source:
     headers. Raises CheckpointError naming the file that is missing, truncated, garbled, or of another model."""
     if not folder.is_dir():
         refuse_checkpoint(folder, "no such folder", "the folder of a downloaded checkpoint")
-    if (folder / CONFIG).is_file():  # first, since the dtypes of quantised weights say less
-        require_unquantized(read_config(folder / CONFIG), str(folder / CONFIG))
-    if tensors := open_weights(folder, "model", ".safetensors") or open_weights(folder, "pytorch_model", ".bin"):
+    described = read_config(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    open_them = partial(open_weights, folder, form=quantized_format(described, str(folder / CONFIG)))
+    if tensors := open_them("model", ".safetensors") or open_them("pytorch_model", ".bin"):
         files = tuple(sorted({tensor.file for tensor in tensors.values()}))
         hf_config = read_config(folder / CONFIG)
         config = config_from_hf(hf_config, where=str(folder / CONFIG))
@@ -48,9 +50,10 @@ def open_source(folder: Path) -> Source:
     return open_gguf(ggufs[0], downloaded_side_files(folder))
 
 
-def open_weights(folder: Path, stem: str, suffix: str) -> dict[str, SourceTensor]:
-    """Return the tensors of one format: of a single file, or of the shards of an index; none without either. Raises
-    CheckpointError if a file is damaged, or if it is not certain which files are the model's."""
+def open_weights(folder: Path, stem: str, suffix: str, form: QuantizedFormat | None = None) -> dict[str, SourceTensor]:
+    """Return the tensors of one format: of a single file, or of the shards of an index; none without either. form: how
+    linear layers are quantised, which are returned plain. Raises CheckpointError if a file is damaged, for another
+    dtype, or if it is not certain which files are the model's."""
     single, index = f"{stem}{suffix}", folder / f"{stem}{suffix}.index.json"
     is_weights = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?{re.escape(suffix)}")
     there = {path.name for path in folder.iterdir() if is_weights.fullmatch(path.name)}
@@ -70,6 +73,12 @@ def open_weights(folder: Path, stem: str, suffix: str) -> dict[str, SourceTensor
     if absent := sorted(file_of.keys() - tensors.keys()):
         where = folder / file_of[absent[0]]
         refuse_checkpoint(where, f"no {absent[0]}", f"all tensors of {index.name}", "a tensor is missing")
+    tensors = dequantized(tensors, form)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in (MAP_DTYPES if name.endswith(MAPS) else DTYPES):
+            fix = "use the checkpoint's unquantised weights; quantise while loading instead"
+            required = "in float64, float32, float16 or bfloat16"
+            refuse_checkpoint(f"{tensor.file}: {name}", tensor.dtype, required, fix=fix)
     return tensors
 
 
@@ -85,17 +94,12 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _open_file(path: Path) -> dict[str, SourceTensor]:
-    """Return the tensors of a file. Raises CheckpointError if it is damaged, or for another dtype."""
+    """Return the tensors of a file. Raises CheckpointError if it is damaged."""
     try:
         stored = _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
     except Exception as error:  # a damaged zip or pickle raises almost anything
         refuse_checkpoint(path, repr(error)[:200], f"a whole {path.suffix[1:]} file")
-    tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(IGNORED_SUFFIXES)}
-    for name, tensor in tensors.items():
-        if tensor.dtype not in (MAP_DTYPES if name.endswith(MAPS) else DTYPES):
-            fix = "use the checkpoint's unquantised weights; quantise while loading instead"
-            refuse_checkpoint(f"{path}: {name}", tensor.dtype, "in float64, float32, float16 or bfloat16", fix=fix)
-    return tensors
+    return {name: tensor for name, tensor in stored.items() if not name.endswith(IGNORED_SUFFIXES)}
 
 
 def _read_safetensors(path: Path) -> dict[str, SourceTensor]:

@@ -108,9 +108,12 @@ class TransformerHead(nn.Module):
         return target.logits(states.to(target.dtype))
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return logits of the target's ids, `[..., dim] -> [..., vocab_size]`: minus infinity for ids that the head
-        lacks."""
-        known = self.draft_logits(states)
+        """Return logits of the target's ids, `[..., dim] -> [..., vocab_size]`."""
+        return self.of_target(self.draft_logits(states))
+
+    def of_target(self, known: Tensor) -> Tensor:
+        """Return logits of the target's ids, `[..., draft_vocab_size] -> [..., vocab_size]`: minus infinity for ids
+        that the head lacks."""
         if self.target_ids is None:
             return known
         logits = known.new_full((*known.shape[:-1], self.shape.config.vocab_size), float("-inf"))

@@ -1,4 +1,8 @@
-"""DFlash heads: a few layers that draft a whole block in one forward (arXiv 2602.06036)."""
+"""DFlash heads: a few layers that draft a whole block in one forward (arXiv 2602.06036).
+
+DSpark heads also have a bias by the token before each draft. DFlash 2 heads score the likeliest ids by that token, and
+their layers have convolutions. A block's drafts are then drawn one after another (layouts: speculators 0.9).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +15,7 @@ from kv_cache.views import SeenSlots, Slots
 from models.checkpoints.hf_rules import OBJECT, UNSET, Rule, Values, check, only, positive
 from models.config import ModelConfig, unsupported
 from models.heads.base import HeadShape, TransformerHead
+from models.heads.block_chain import BlockChain, CandidateSelector, ConvolvedBlock, MarkovHead
 from models.heads.files import (
     LAYERS,
     LIST,
@@ -26,9 +31,12 @@ from models.heads.files import (
 from models.llama import Block, Linear
 
 LAYER_IDS, FLAGS = "aux_hidden_state_layer_ids", ("sliding_window_non_causal", "sample_from_anchor")
-RULES = {"speculators_model_type": only(None, "dflash"), "dflash_config": OBJECT}
+RULES = {"speculators_model_type": only(None, "dflash", "dspark", "dflash2"), "dflash_config": OBJECT}
 SPECULATORS: dict[str, Rule] = {"transformer_layer_config": OBJECT, "dflash_config": UNSET, LAYER_IDS: LIST}
 SPECULATORS |= dict.fromkeys(FLAGS, only(None, True, False))
+SPECULATORS |= {"markov_head_type": only(None, "vanilla", "gated", "rnn")}
+# The flag that is true by default in each layout.
+USUALLY = {"dflash2": "sliding_window_non_causal", "dspark": "sample_from_anchor"}
 # The authors' options stand in `dflash_config` or next to it. Those that change embeddings or logits have one value.
 OPTIONS = {"target_layer_ids": LIST, "final_logit_softcapping": only(None, 0, 0.0)}
 OPTIONS |= dict.fromkeys(("output_multiplier", "input_embedding_scale"), only(None, 1, 1.0))
@@ -47,12 +55,21 @@ class DFlashShape(HeadShape):
     is_causal: in layers with a window, a token of the block sees no later token.
     is_anchored: in layers with a window, every token of the block sees the last `window` tokens before the block,
         next to the block; else it sees `window` tokens up to itself.
+    markov_rank, markov_kind: of a DSpark head; 0: there is no bias.
+    selector_rank, selector_top_k, n_tap, conv_group: of a DFlash 2 head, with `n_tap` taps of each convolution and
+        channels that share a part of the kernel; 0: there is no selector, and there are no convolutions.
     """
 
     block_size: int = 16
     drafts_anchor: bool = False
     is_causal: bool = True
     is_anchored: bool = True
+    markov_rank: int = 0
+    markov_kind: str = "vanilla"
+    selector_rank: int = 0
+    selector_top_k: int = 16
+    n_tap: int = 0
+    conv_group: int = 16
 
     @property
     def most_drafts(self) -> int:
@@ -64,7 +81,8 @@ class DFlashHead(TransformerHead):
     """A head whose layers read the text as keys and values made of the target's states, and draft at mask tokens.
 
     `fused` turns the target's states into the head's, `remember` writes their entries, and `draft` runs a block after
-    them: every token sees the text before the block and the whole block, also what is after it.
+    them: every token sees the text before the block and the whole block, also what is after it. `chain` makes the
+    logits of a draft depend on the token before it; None: they do not.
     """
 
     shape: DFlashShape
@@ -74,6 +92,19 @@ class DFlashHead(TransformerHead):
         config = shape.config
         self.fc = Linear(shape.state_dim, config.dim, bias=False)
         self.hidden_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        if shape.n_tap:
+            blocks = (ConvolvedBlock(config, shape.n_tap, shape.conv_group) for _ in range(config.n_layer))
+            self.body.layers = nn.ModuleList(blocks)
+        if shape.markov_rank:
+            sizes = config.vocab_size, shape.draft_vocab_size or config.vocab_size, shape.markov_rank, config.dim
+            self.markov_head = MarkovHead(*sizes, shape.markov_kind)
+        if shape.selector_rank:
+            sizes = config.vocab_size, config.dim, shape.selector_rank, shape.selector_top_k
+            self.candidate_selector = CandidateSelector(*sizes)
+
+    @property
+    def chain(self) -> BlockChain | None:
+        return getattr(self, "markov_head", None) or getattr(self, "candidate_selector", None)
 
     def fused(self, states: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(states))
@@ -127,15 +158,29 @@ def dflash_shape(files: HeadFiles, target: ModelConfig) -> DFlashShape:
 
 
 def _of_speculators(files: HeadFiles, n_layer: int) -> DFlashShape:
-    values, where = files.values, files.where
+    values, where, kind = files.values, files.where, files.values["speculators_model_type"]
     check(values, SPECULATORS, where)
     config, windows = speculators_layers(files)
     n_draft = positive(values, "draft_vocab_size", where, config.vocab_size)
-    is_non_causal, drafts_anchor = (bool(values.get(name)) for name in FLAGS)
+    given = (USUALLY.get(kind) == name if values.get(name) is None else values[name] for name in FLAGS)
+    is_non_causal, drafts_anchor = map(bool, given)
     ids = layer_ids(values.get(LAYER_IDS) or [2, n_layer // 2, n_layer - 3], n_layer, f"{where}: {LAYER_IDS}")
     n_output = None if n_draft == config.vocab_size else n_draft
-    masks = {"is_causal": not is_non_causal, "drafts_anchor": drafts_anchor}
-    return _shape(config, values, where, 8, draft_vocab_size=n_output, inputs_of=ids, windows=windows, **masks)
+    fields: dict[str, Any] = {"is_causal": not is_non_causal, "drafts_anchor": drafts_anchor}
+    if kind == "dspark" and values.get("markov_rank") != 0:
+        fields |= {"markov_rank": positive(values, "markov_rank", where, 256)}
+        fields |= {"markov_kind": values.get("markov_head_type") or "vanilla"}
+        if fields["markov_kind"] == "rnn" and not drafts_anchor:
+            unsupported(f"{where}: sample_from_anchor", "false with markov_head_type rnn", "true")
+    if kind == "dflash2":
+        if n_output is not None:
+            unsupported(f"{where}: draft_vocab_size", n_draft, f"all ids of the target, {config.vocab_size}")
+        usual = {"selector_rank": 256, "selector_top_k": 16, "conv_kernel_size": 2, "conv_group_size": 16}
+        sizes = {name: positive(values, name, where, size) for name, size in usual.items()}
+        fields |= {"n_tap": sizes.pop("conv_kernel_size"), "conv_group": sizes.pop("conv_group_size"), **sizes}
+        if config.dim % fields["conv_group"]:
+            unsupported(f"{where}: conv_group_size", fields["conv_group"], f"a divisor of hidden_size, {config.dim}")
+    return _shape(config, values, where, 8, draft_vocab_size=n_output, inputs_of=ids, windows=windows, **fields)
 
 
 def _of_authors(files: HeadFiles, n_layer: int) -> DFlashShape:
@@ -175,4 +220,6 @@ def _shape(config: ModelConfig, values: Values, where: str, usual_block: int, **
     return DFlashShape(replace(config, qk_norm=True), config.dim, **fields)
 
 
-DFLASH = Kind(LAYERS, dflash_shape, DFlashHead, ignored=("embed_tokens.weight", "lm_head.weight"))
+# A DSpark head's confidence is not read: rows stop by the probability of drafts (`--gamma_schedule confidence`).
+IGNORED = ("embed_tokens.weight", "lm_head.weight", "confidence_head.proj.weight", "confidence_head.proj.bias")
+DFLASH = Kind(LAYERS, dflash_shape, DFlashHead, ignored=IGNORED)

@@ -3,14 +3,19 @@
 import ctypes
 import time
 from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
+from functools import cache
 from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 
 from common.errors import flag, refuse
+from common.say import say
 from reproduce.helpers.batches import Batch
 from reproduce.helpers.records import Record
 
@@ -81,6 +86,23 @@ class LlamaRows:
         return times
 
 
+@cache
+def rows_of(gguf: str, prompt: tuple[int, ...], rows: int, threads: int, entries: str) -> LlamaRows:
+    """Return a context, the same for the same arguments."""
+    return LlamaRows(gguf, prompt, rows, ROOM, threads, entries)
+
+
+def step_ms(n_drafts: int, *sizes: Any) -> tuple[list[float], list[float]]:
+    """Return the ms of plain steps and of verifications of `n_drafts` tokens. sizes: arguments of `rows_of`."""
+    rows = rows_of(*sizes)
+    return rows.steps(1, STEPS), rows.steps(1 + n_drafts, STEPS)
+
+
+def new_process() -> Executor:
+    """Return a process for llama.cpp, which ends it with an illegal instruction on some virtual machines."""
+    return ProcessPoolExecutor(1, get_context("spawn"))
+
+
 class Peer:
     """Plain steps and verifications of `gamma` drafts after the first prompt of a batch, in every row."""
 
@@ -88,23 +110,30 @@ class Peer:
 
     def __init__(self, gguf: Path, entries: str, n_rows: int, gamma: int) -> None:
         self._gguf, self._entries, self._n_rows, self._gamma = gguf, entries, n_rows, gamma
-        self._rows: LlamaRows | None = None
+        self._process, self._prompt, self._is_dead = new_process(), tuple[int, ...](), False
         self._plain_ms, self._verify_ms = list[float](), list[float]()
 
     def __str__(self) -> str:
         return f"llama.cpp, {self._gguf.stem.rpartition('.')[2]}, {self._entries}"
 
     def run(self, batch: Batch, repeat: int) -> None:
-        if self._rows is None:
-            sizes = self._n_rows, ROOM, torch.get_num_threads()
-            self._rows = LlamaRows(str(self._gguf), batch.prompts[0], *sizes, self._entries)
-        self._plain_ms += self._rows.steps(1, STEPS)
-        self._verify_ms += self._rows.steps(1 + self._gamma, STEPS)
+        if self._is_dead:
+            return
+        self._prompt = self._prompt or tuple(batch.prompts[0])
+        sizes = str(self._gguf), self._prompt, self._n_rows, torch.get_num_threads(), self._entries
+        try:
+            plain_ms, verify_ms = self._process.submit(step_ms, self._gamma, *sizes).result()
+        except BrokenExecutor:
+            self._is_dead = True
+            say(f"note: {self} ended its process, and is left out: it may use instructions that this machine lacks")
+            return
+        self._plain_ms += plain_ms
+        self._verify_ms += verify_ms
 
     def row(self) -> Record:
-        """Return median times, which leave out sampling and the host."""
-        plain_ms, verify_ms = median(self._plain_ms), median(self._verify_ms)
-        rate = 1e3 * self._n_rows / plain_ms
+        """Return median times, which leave out sampling and the host; None where the process died."""
+        plain_ms, verify_ms = (median(ms) if ms else None for ms in (self._plain_ms, self._verify_ms))
+        rate = plain_ms and 1e3 * self._n_rows / plain_ms
         return {"baseline_step_ms": plain_ms, "baseline_tokens_per_second": rate, "verify_step_ms": verify_ms}
 
 

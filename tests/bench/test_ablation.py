@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from bench.record import speedup_standard_error
-from bench.table import attribution
 from engine.generation import GenerateOutput
 from engine.stats import PLAIN, Counts, RoundStats, Stats
 
@@ -28,22 +27,6 @@ def test_a_record_says_what_the_draft_reads(call, flags: str, shares: tuple[floa
     ended = call(SELFSPEC, f"{SIZES} --no_baseline {flags}")
     assert tuple(ended.record.get(name) for name in SHARES) == shares
     assert ("a draft step reads" in ended.out) == (shares[0] is not None)
-
-
-@pytest.mark.parametrize(
-    ("shares", "words"),
-    [
-        ((0.3, 1, 1), ["weights alone", "no entry"]),
-        ((1, 0.1, 0.1), ["entries alone"]),
-        ((1, 1, 0.3), ["smaller entries alone", "no entry"]),
-        ((1, 1, 1), ["cannot gain"]),
-        ((0.3, 0.1, 0.1), ["weights", "entries", "--ablate"]),
-    ],
-)
-def test_a_sentence_attributes_the_gain(shares: tuple[float, ...], words: list[str]) -> None:
-    (sentence,) = attribution(dict(zip(SHARES, shares, strict=True)))
-    assert all(word in sentence for word in words) and ("alone" in sentence) == ("alone" in " ".join(words))
-    assert attribution({}) == attribution(dict(zip(SHARES, shares, strict=True)) | {"rows": []}) == []
 
 
 def test_a_draft_is_taken_apart_in_one_session(call) -> None:

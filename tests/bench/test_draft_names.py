@@ -26,7 +26,7 @@ def test_what_is_written_is_read_again(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["nothing", "self:snapkv=full", "ngram=snapkv", "nothing+self", "self@0", "suffix+ngram"]
+    "name", ["nothing", "self:snapkv=full", "ngram=snapkv", "nothing+self", "self@0", "suffix+ngram", "ngram:nothing"]
 )
 def test_what_is_no_draft_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="no such draft"):

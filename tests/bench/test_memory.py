@@ -1,9 +1,12 @@
 """The memory plan: equal to the bytes of weights and caches, and exact about the largest batch."""
 
 import math
+import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -21,7 +24,7 @@ from models import ModelConfig, load_model
 from models.kernels.packed_linear import PackedLinear
 from models.storage import model_bytes
 from tests.support.machine import needs_vnni
-from tests.support.programs import python
+from tests.support.programs import in_child
 from tests.support.tiny import TINY
 
 CONFIGS = {
@@ -78,6 +81,13 @@ def test_the_largest_batch_is_exact(batch: int) -> None:
             require_memory(plan, batch + 1, available, "cpu")
 
 
+@pytest.mark.parametrize(("available", "flag"), [(1000, "draft_weights"), (999, "prefix_len")])
+def test_the_fix_is_the_draft_weights_if_all_else_fits(available: int, flag: str) -> None:
+    plan = MemoryPlan({"weights": 100, "draft weights": 50}, {"target KV": 90})
+    with pytest.raises(OutOfMemoryError, match=f"fix:[^,]*--{flag}"):
+        require_memory(plan, 10, available, "cpu")
+
+
 @pytest.mark.parametrize("available", [[1000], [2**40, 1000]])
 def test_a_run_that_does_not_fit_is_refused_before_or_after_loading(available, checkpoint: Path, monkeypatch) -> None:
     left = iter(available)
@@ -122,28 +132,18 @@ def test_a_containers_limit_counts_and_its_pages_of_files_do_not(tmp_path: Path)
     assert memory.left_in_container(tmp_path, process) == 1000 - 700 + 50
 
 
-LIMITED = """
-import resource, sys
-import psutil
-from bench.config import RunConfig, Sizes, Target
-from bench.session import Session
-from common.errors import OutOfMemoryError
-
-used = psutil.Process().memory_info()
-limit, size = {"AS": (resource.RLIMIT_AS, used.vms), "DATA": (resource.RLIMIT_DATA, used.data)}[sys.argv[2]]
-resource.setrlimit(limit, (size + 2**29, resource.RLIM_INFINITY))
-for batch in (20_000, 2):
-    config = RunConfig(Target(sys.argv[1], device="cpu"), sizes=Sizes(B=batch, gen_len=8))
-    try:
-        Session.open(config, [[1] * 200] * batch)
-        print("opened")
-    except OutOfMemoryError as error:
-        print(error.what)
-"""
-
-
 @pytest.mark.parametrize("limit", ["AS", pytest.param("DATA", marks=pytest.mark.slow)])
 def test_a_limit_of_the_process_counts(limit: str, checkpoint: Path) -> None:
     """As `ulimit -v` and `ulimit -d` set it: half a gibibyte more than what imports took."""
-    ended = python("-c", LIMITED, checkpoint, limit)
-    assert (ended.code, ended.out) == (0, "the run does not fit into memory\nopened\n"), ended.err
+    config = RunConfig(Target(str(checkpoint), device="cpu"), sizes=Sizes(B=2, gen_len=8))
+
+    def opens_what_fits() -> int:
+        used = psutil.Process().memory_info()
+        size = {"AS": used.vms, "DATA": used.data}[limit]
+        resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (size + 2**29, resource.RLIM_INFINITY))
+        with pytest.raises(OutOfMemoryError):
+            Session.open(replace(config, sizes=Sizes(B=20_000, gen_len=8)), [[1] * 200] * 20_000)
+        Session.open(config, [[1] * 200] * 2)
+        return 0
+
+    assert os.waitpid(in_child(opens_what_fits), 0)[1] == 0

@@ -116,11 +116,3 @@ def test_categories_are_chosen_and_cut() -> None:
     assert [(name, len(each)) for name, each in chosen.items()] == [("coding", 1), ("b", 2)]
     with pytest.raises(ConfigError, match=r"no such category[\s\S]*maths[\s\S]*b, math, coding"):
         by_category(prompts, ["b", "maths"])
-
-
-def test_the_projects_set_repeats_no_text() -> None:
-    """80 conversations in 11 categories, no text twice."""
-    prompts = load_prompts(str(OWN))
-    turns = [turn for prompt in prompts for turn in prompt.turns]
-    assert len({prompt.id for prompt in prompts}) == len(prompts) == 80
-    assert len({prompt.category for prompt in prompts}) == 11 and len(turns) == len({*turns}) == 112

@@ -17,7 +17,6 @@ from bench.plan import resolve
 from bench.session import Session
 from common.errors import ConfigError
 from convert_hf_checkpoint import convert
-from engine import generate
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.speculated import Hierarchical
@@ -44,18 +43,6 @@ def config(checkpoint: Path) -> RunConfig:
 @pytest.fixture
 def session(config: RunConfig) -> Session:
     return Session.open(config, prompts=TEXTS)
-
-
-def test_rows_of_different_lengths_are_the_targets_own(session: Session) -> None:
-    """Three prompts in two rows; what drafts shares the target's weights."""
-    assert [len(prompt) for prompt in session.prompts] == [1 + len(text) for text in TEXTS]
-    plain, drafted = session.generate(), session.generate(session.drafter())
-    assert drafted.tokens == plain.tokens and all(len(tokens) == 12 for tokens in plain.tokens)
-    assert len(set(map(tuple, plain.tokens))) == 3
-    accepted = [row.accepted for row in drafted.stats.rows]
-    assert drafted.stats.drafted > sum(accepted) > 0 and len(set(accepted)) > 1
-    assert plain.tokens == generate(session.runner, session.prompts, max_new_tokens=12).tokens
-    assert not session.models.loaded
 
 
 def test_a_draft_model_runs_the_prompts_once_where_they_are_rehearsed(config, monkeypatch) -> None:

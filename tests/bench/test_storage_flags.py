@@ -61,6 +61,7 @@ def test_a_target_is_stored_in_a_dtype_that_loses_nothing(device, bfloat16, publ
         ({"dtype": torch.float64}, None),
         ({"linears": [(128, 64), (64, 92)]}, None),
         ({"published": ["Q4_1", "Q8_0"]}, "int4"),
+        ({"published": ["AWQ4", "bfloat16"]}, "int8"),
         ({"published": ["Q4_1"], "linears": [(128, 64), (64, 24)]}, None),
     ],
 )

@@ -64,9 +64,10 @@ def runner_of(dtype: torch.dtype = torch.float64, n_rows: int = 4) -> ModelRunne
     return ModelRunner(model, FullKVCache(model.config, n_rows, ROOM, dtype=dtype))
 
 
-@pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])
-@pytest.mark.parametrize("kind", range(3))
-def test_each_pass_decodes_as_if_it_were_alone(mode: str, kind: int) -> None:
+@pytest.mark.parametrize(
+    "kind,mode", [(0, "greedy"), (0, "rejection"), (1, "coupled"), (1, "rejection"), (2, "rejection")]
+)
+def test_each_pass_decodes_as_if_it_were_alone(kind: int, mode: str) -> None:
     """Rows end at different times; samples that are rejected differ from plain decoding's."""
     runner = runner_of()
     seen = passes_of(runner, three_drafters(runner)[kind], mode, 4)

@@ -34,7 +34,7 @@ IN_CACHE = "streaming, positions in the cache"
 DRAFTERS = (
     *("none", *SELF_DRAFT_POLICIES, "speculated, streaming", "speculated, ngram", "speculated, model", "medusa"),
     *(f"standalone, {policy}" for policy in (IN_CACHE, "snapkv", "quantized")),
-    *(f"{head}, {IN_CACHE}" for head in ("eagle-3", "P-EAGLE", "dflash")),
+    *(f"{head}, {IN_CACHE}" for head in ("eagle-3", "P-EAGLE", "dflash 2")),
     *("dflash, quantized", "ngram", "suffix", "combined, standalone, streaming", "ngram: heuristic"),
     *("full: confidence", "full: confidence, auto"),
 )

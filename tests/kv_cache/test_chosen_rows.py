@@ -13,11 +13,11 @@ from engine.batch import Batch
 from engine.drafters import RowUpdate
 from engine.round import Round
 from engine.sampling.distribution import Filters
-from kv_cache import FullKVCache
 from kv_cache.base import EMPTY
 from kv_cache.entries import SCORE_CHUNK
-from kv_cache.refreshed import SelectionOps
+from kv_cache.refreshed import RefreshedKVCache, SelectionOps
 from kv_cache.retrieval import Retrieval, RetrievalKVCache
+from kv_cache.scored import ScoredKVCache
 from kv_cache.snapkv import POOL, SnapKV
 from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 from models.llama import select_layers
@@ -37,6 +37,10 @@ def retrieval_cache(config=TINY, dtype=torch.float64, **options) -> RetrievalKVC
     options = {"snapkv_window": WINDOW, "n_sink": N_FIRST, "refresh": 1, "chunk": CHUNK} | options
     policy = Retrieval(BUDGET, **options)
     return RetrievalKVCache(config, len(LENGTHS), LONGEST, policy, "cpu", dtype)
+
+
+def snapkv_cache(config=TINY, dtype=torch.float64) -> ScoredKVCache:
+    return SnapKV(BUDGET, WINDOW).new_cache(config, len(LENGTHS), 0, "cpu", dtype)
 
 
 class Rows:
@@ -70,12 +74,13 @@ class Rows:
         batch.set_state([len(self.texts[row]) for row in rows], [0] * len(rows), [1] * len(rows))
         self.runner.cache.rollback(torch.tensor([len(text) for text in self.texts]))
         self.drafter.rollback(batch)
-        self.drafter.refresh(batch, gamma)
+        if isinstance(self.cache, RefreshedKVCache):
+            self.drafter.refresh(batch, gamma)
 
 
 GROUPS = [TINY, replace(TINY, n_kv_head=1), replace(TINY, n_head=6)]
 over_group_sizes = pytest.mark.parametrize("config", GROUPS, ids=["group 2", "group 4", "group 3"])
-of_both_policies = pytest.mark.parametrize("new_cache", [topk_cache, retrieval_cache])
+of_each_policy = pytest.mark.parametrize("new_cache", [topk_cache, retrieval_cache, snapkv_cache])
 
 
 def means(rows: Rows) -> torch.Tensor:
@@ -83,7 +88,7 @@ def means(rows: Rows) -> torch.Tensor:
     return getattr(rows.cache, "means", rows.cache.entries[:, 0, :, :0])
 
 
-@of_both_policies
+@of_each_policy
 def test_entries_of_8_bits_are_chosen_by_their_values(new_cache):
     """Entries are copied as they are between equal storages, and converted between others."""
     model, stored = tiny_model(dtype=torch.float32), torch.float8_e4m3fn
@@ -99,7 +104,7 @@ def test_entries_of_8_bits_are_chosen_by_their_values(new_cache):
     assert not torch.equal(same.cache.entries.float(), narrow.cache.entries.float())
 
 
-@of_both_policies
+@of_each_policy
 def test_a_draft_of_some_layers_chooses_by_those(new_cache):
     config = replace(TINY, n_layer=4)
     model = tiny_model(config)
@@ -286,7 +291,7 @@ def selected_by_lists(queries: torch.Tensor, keys: torch.Tensor) -> list[int]:
 @over_group_sizes
 def test_snapkv_selects_what_lists_do(config):
     """In every layer and head of ragged rows, the cache holds the target's entries of selected tokens and window."""
-    rows = Rows(SnapKV(BUDGET, WINDOW).new_cache(config, len(LENGTHS), 0, "cpu", torch.float64), tiny_model(config))
+    rows = Rows(snapkv_cache(config), tiny_model(config))
     cache, source, heads_differ = rows.cache, rows.runner.cache, False
     for (row, n), layer in product(enumerate(LENGTHS), range(config.n_layer)):
         if n <= BUDGET:
@@ -301,23 +306,3 @@ def test_snapkv_selects_what_lists_do(config):
             assert torch.equal(cache.entries[layer, :, row, head, slots], source.entries[layer, :, row, head, at])
         heads_differ |= selected[0] != selected[-1]
     assert heads_differ or config.n_kv_head == 1
-
-
-def test_snapkv_of_some_layers_and_in_8_bits_keeps_their_entries():
-    """A draft of some layers selects by those layers' queries; 8-bit entries keep their scales."""
-    model = tiny_model(replace(TINY, n_layer=4), dtype=torch.float32)
-    prompt = random_prompts([40])[0]
-    runner = ModelRunner(model, FullKVCache(model.config, 1, 80, dtype=torch.int8))
-    runner.prefill(0, prompt)
-    queries = runner.last_queries(0, prompt, WINDOW)
-    shape = replace(TINY, n_layer=2)
-    all_layers = SnapKV(BUDGET, WINDOW).new_cache(model.config, 1, 0, "cpu", torch.int8)
-    some = SnapKV(BUDGET, WINDOW).new_cache(shape, 1, 0, "cpu", torch.int8)
-    wide = SnapKV(BUDGET, WINDOW).new_cache(shape, 1, 0, "cpu", torch.float32)
-    all_layers.fill_row(0, runner.cache, 40, queries=queries)
-    for cache in (some, wide):
-        cache.fill_row(0, runner.cache, 40, [3, 1], queries)
-    for i, layer in enumerate([3, 1]):
-        assert torch.equal(some.keys[i], all_layers.keys[layer])
-        assert torch.equal(some.scales[i], all_layers.scales[layer])
-        torch.testing.assert_close(wide.entries[i], some.entries[i] * some.scales[i][..., None])

@@ -1,10 +1,13 @@
 """compare.py: drafters next to plain decoding, by context, prompt, kind of text, category and storage."""
 
 import json
+import os
 import shutil
+import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,14 +98,6 @@ def test_repeats_make_no_rate_more_certain(call):
     assert once["acceptance_standard_error"] == thrice["acceptance_standard_error"] > 0
 
 
-NAMES = ["self:snapkv=full", "eagle=full", "ngram:nothing", "ngram:snapkv", "nothing+self", "self@0", "suffix+ngram"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_drafters_that_do_not_exist_are_refused(call, name: str):
-    assert name in call(SCRIPT, f"{HOW} --drafters {name}").refusal
-
-
 # Categories of one to three conversations of different lengths, which do not all go on.
 TALKS = [("math", ["What is 3 + 4 + 3 + 4?", "Why?"]), ("letters", ["a b a b a b a b a b a b", "b a"])]
 TALKS += [("math", ["No."]), ("math", ["One and one and one and one", "and one?"]), ("end", ["xyzxyzxyzxyz"])]
@@ -191,6 +186,18 @@ class FakeRows:
         return [n_token] * n_steps
 
 
+def end_this_process(*_) -> None:
+    os.kill(os.getpid(), signal.SIGILL)
+
+
+def test_a_peer_whose_process_dies_is_left_out(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(llama_cpp, "step_ms", end_this_process)
+    peer, batch = llama_cpp.Peer(Path("tiny.Q4_1.gguf"), "f16", 2, 3), SimpleNamespace(prompts=[[1, 2], [3, 4]])
+    for repeat in range(2):
+        peer.run(batch, repeat)
+    assert set(peer.row().values()) == {None} and capsys.readouterr().err.count("f16 ended its process") == 1
+
+
 def test_storages_are_compared_with_llama_cpp(checkpoint: Path, books: Path, tmp_path: Path, monkeypatch):
     model = shutil.copytree(checkpoint, tmp_path / "model")
     flags = f"{HOW} --model {model} --dataset {books} --contexts 60 --draft_budget 16 --llama_cpp"
@@ -201,6 +208,7 @@ def test_storages_are_compared_with_llama_cpp(checkpoint: Path, books: Path, tmp
     assert "llama-cpp-python" in (refused := run(SCRIPT, words)).refusal and "prefill" not in refused.err
     monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
     monkeypatch.setattr(llama_cpp, "LlamaRows", FakeRows)
+    monkeypatch.setattr(llama_cpp, "new_process", lambda: ThreadPoolExecutor(1))  # a process would lack the stand-in
     assert run(SCRIPT, [*words, "--output", str(tmp_path / "out.jsonl")]).code == 0
     *ours, f16, q8_0 = lines(tmp_path / "out.jsonl")
     stored = [(x["storage"], x["dtype"], x["kv_dtype"], x["rows"][0]["draft_dtype"]) for x in ours]

@@ -1,9 +1,7 @@
 """Records, drawn: what is on which axis, which points make a line, their bars, and what is left out."""
 
 import json
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -93,32 +91,6 @@ def test_policies_and_texts_are_lines_over_the_budget(draw):
     rows.append(acceptance("full", "book", 0.95) | {"draft_budget": None})  # a level
     ended = draw([{"benchmark": "acceptance", "rows": rows}], "--where", "text=book", "--facet", "prefix_len")
     assert ended.code == 0 and "5 of 5 rows" in ended.out
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures that are saved."""
-    figures = list[Any]()
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
-    return figures
-
-
-def test_panels_share_a_legend_and_axes_begin_at_zero_or_are_broken(draw, drawn: list[Any]):
-    records = [
-        record(B, B / 4 + n, prefix_len=length, draft_policy=f"policy {n}") | {"acceptance_rate": 0.8 + n / 100}
-        for B, length, n in product((1, 2), (1000, 4000), range(12))
-    ]
-    ended = draw(records, "--x", "B", "--y", "speedup", "acceptance_rate", "--facet", "prefix_len")
-    assert ended.code == 0, ended.err
-    figure = drawn[0]
-    assert len(figure.legends) == 1 and len(figure.legends[0].get_texts()) == 12
-    looks = {(bars[0].get_color(), bars[0].get_marker()) for bars in figure.axes[0].containers}
-    assert len({colour for colour, _ in looks}) == len({marker for _, marker in looks}) == 12
-    assert [axes.get_title() for axes in figure.axes] == ["prefix_len 1000", "prefix_len 4000", "", ""]
-    bottoms = [axes.get_ylim()[0] for axes in figure.axes]
-    assert bottoms[:2] == [0, 0] and bottoms[2] == bottoms[3] > 0.7
-    marks = [[line for line in axes.lines if len(line.get_marker()) == 2] for axes in figure.axes]
-    assert [len(each) for each in marks] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +15,8 @@ from common.errors import UserError
 from common.jsonl import read_lines
 from reproduce import sweep
 from reproduce.sweep import Cell, make_cells, parse_ranges, read_grid
-from tests.support.programs import run_here
+from tests.support.programs import in_child, run_here
+from tests.support.programs import run as run_program
 
 SELFSPEC = "tests/selfspec_benchmark.py"
 # A cell's script: it notes that it ran, then records its arguments, fails, or hangs with a child.
@@ -95,13 +95,13 @@ def test_a_cell_that_takes_too_long_ends_with_what_it_started(run, script: Path)
 
 def test_after_a_signal_rows_are_kept_and_nothing_is_left_running(script: Path, tmp_path: Path):
     """What SIGTERM does is what SIGINT does."""
-    command = [sys.executable, "-m", "reproduce.sweep", "--script", str(script), "--axis", "how=record,hang"]
-    process = subprocess.Popen([*command, "--output", str(tmp_path / "rows.jsonl")], cwd=ROOT, stderr=subprocess.PIPE)
+    words = f"--script {script} --axis how=record,hang --output {tmp_path / 'rows.jsonl'}".split()
+    pid = in_child(lambda: run_program("reproduce/sweep.py", words).code)
     while not (Path(f"{script}.runs").exists() and len(times_run(script)) == 2 and len(left_over(script)) > 1):
         time.sleep(0.02)
-        assert process.poll() is None
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(20) == 130
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 1 and not left_over(script)
 
 

@@ -56,11 +56,7 @@ SCHEMA |= {"required": ["name", "n"], "additionalProperties": False}
 
 # The fields of each parameter by route; a route that is absent lacks the parameter.
 PARAMETERS: dict[str, dict[str, Fields]] = {
-    "temperature": on(temperature=0.5),
-    "top_k": on(top_k=3),
-    "top_p": on(top_p=0.5),
-    "seed": on(seed=2**40),
-    "filters": on(temperature=1.3, top_k=40, top_p=0.8, seed=3),
+    "filters": on(temperature=1.3, top_k=40, top_p=0.8, seed=2**40),
     "do_sample": on(*GENERATE, do_sample=True, temperature=2.0),
     "stop": on(stop=["e", "q", "(", "7"]),
     "max_tokens": on(*OPENAI, max_tokens=5) | on(*GENERATE, max_new_tokens=5),
@@ -75,11 +71,8 @@ PARAMETERS: dict[str, dict[str, Fields]] = {
     "chat": on(*GENERATE, chat=True),
     "return_full_text": on(*GENERATE, return_full_text=True),
     "neutral": on(*OPENAI, n=1, model="m", user="u") | on(*GENERATE, typical_p=1, watermark=False),
-    "min_p": on(min_p=0.4),
-    "typical_p": on(typical_p=0.3),
-    "repetition_penalty": on(repetition_penalty=1.7),
-    "presence_penalty": on(presence_penalty=1.5),
-    "frequency_penalty": on(frequency_penalty=1.5),
+    "likely ids": on(min_p=0.1, typical_p=0.6),
+    "penalties": on(repetition_penalty=1.7, presence_penalty=1.5, frequency_penalty=0.7),
     "logit_bias": on(logit_bias={"40": 3, "50": -100, "60": 2.5}),
     "bad_words": on(bad_words=["I", "Z"]),
     "min_tokens": on(min_tokens=9, logit_bias={"2": 6}),

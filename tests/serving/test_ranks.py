@@ -96,7 +96,8 @@ def test_a_signal_that_does_not_wake_the_wait_ends_the_server(chat_checkpoint, m
     assert woken == [True]
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_clients_see_that_a_rank_died(tmp_path, chat_checkpoint, rank):
     with serving_process(tmp_path, chat_checkpoint, 2) as (job, server):
         streams = begun(server, 2)

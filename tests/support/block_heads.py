@@ -33,6 +33,8 @@ HEADS: dict[str, tuple[type[HeadDrafter], Callable[..., Any]]] = {
     "P-EAGLE": (Eagle, partial(random_eagle, mask_token=MASK)),
     "dflash": (DFlash, random_dflash),
     "dflash, whole": (DFlash, whole_dflash),
+    "dspark, whole": (DFlash, partial(whole_dflash, drafts_anchor=True, markov_rank=5, markov_kind="rnn")),
+    "dflash 2": (DFlash, partial(random_dflash, selector_rank=4, selector_top_k=9, n_tap=2, conv_group=8)),
 }
 
 

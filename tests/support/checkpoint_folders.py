@@ -72,7 +72,7 @@ def write_weights(folder: Path, weights: dict[str, torch.Tensor], layout: str) -
             torch.save(content, files[-1], _use_new_zipfile_serialization="old" not in layout)
     if len(shards) > 1:
         weight_map = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
-        (folder / f"{stem}{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}, indent=2))
+        (folder / f"{stem}{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return files
 
 

@@ -127,7 +127,7 @@ def run_case(case: Case, folder: Path, ranks: Ranks) -> dict:
     kinds = ("snapkv", "standalone, streaming", "ngram") if case.draft == "changing" else (case.draft,)
     drafters = [_drafter(case, kind, folder, runner) for kind in kinds]
     drafts = {"drafter": None, "controller": Scripted(drafters, SCRIPT)} if len(kinds) > 1 else {"drafter": drafters[0]}
-    limits = [rng.randint(1, 10) for _ in prompts]
+    limits = [rng.randint(1, 7) for _ in prompts]
     sampling = [SamplingParams(temperature, seed=seed) for seed in range(len(prompts))]
     settings = {"max_new_tokens": limits, "sampling": sampling, "verification": case.mode}
     out = generate_selecting(runner, prompts, **settings, **drafts)

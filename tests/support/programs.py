@@ -9,7 +9,7 @@ import runpy
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,16 @@ def run_here(command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[
         return _start(command, **how)
     ended = run(f"{words[0].replace('.', '/')}.py", words[1:])
     return subprocess.CompletedProcess(command, bool(ended.code), ended.out, ended.err or f"{ended.code}")
+
+
+def in_child(do: Callable[[], object]) -> int:
+    """Call `do` in a child of this process; return its id. Its exit code is what `do` returns, or 1 for an error."""
+    if not (pid := os.fork()):
+        code: object = 1
+        with contextlib.suppress(BaseException):
+            code = do()
+        os._exit(code if isinstance(code, int) else 1)
+    return pid
 
 
 def benchmark(name: str, arguments: Sequence[str]) -> Ended:

@@ -1,7 +1,6 @@
 """foretoken.py chat: answers behind all that was said, piped and interrupted."""
 
 import io
-import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -124,13 +123,3 @@ def test_a_full_conversation_is_refused_with_a_note(chat: Chat, talker: Path) ->
     whole = printable(continued(talker, ("user", "Hello")))
     assert ended.code == 0 and ended.err.count("no room") == 1 and "no command /reste" in ended.err
     assert ended.out == f"{whole}\n{whole}\n"
-
-
-def test_answers_are_drafted_by_a_file(chat: Chat, tmp_path: Path) -> None:
-    flags = "--dtype float64 --device cpu --gen_len 60 --temperature 1 --verification coupled --draft suffix"
-    plain, text = chat("Hello", flags=flags), tmp_path / "text.txt"
-    text.write_text(plain.out)
-    drafted = chat("Hello", flags=f"{flags} --draft_text {text}")
-    assert drafted.out == plain.out and drafted.code == 0
-    n_rates = [len(re.findall(r"acceptance rate 0\.[^0]", ended.err)) for ended in (plain, drafted)]
-    assert n_rates == [0, 1], (plain.err, drafted.err)

@@ -158,6 +158,7 @@ def in_terminal(words: list[str], width: int, height: int) -> tuple[int, str]:
     return started.returncode, sent.decode(errors="replace").replace("\r\n", "\n")
 
 
+@pytest.mark.slow
 def test_a_terminal_sees_both_columns_grow(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
     words = f"compare {checkpoint} --prompts {prompts} --gen_len 60 --device cpu --draft_budget 16".split()
     code, sent = in_terminal([*words, "--output", str(tmp_path / "out.jsonl")], 100, 30)

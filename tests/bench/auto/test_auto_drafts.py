@@ -7,7 +7,6 @@ from statistics import mean
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from bench.auto.adaptive import Adaptive
 from bench.auto.costs import Costs, tokens_per_round
@@ -17,71 +16,19 @@ from bench.draft_flags import DraftFlags
 from bench.memory import memory_plan
 from bench.plan import check_choice, resolve
 from bench.session import Session
-from bench.table import _chosen
 from common.errors import ConfigError
-from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
-from engine.controller import PLAIN
-from engine.controller import RoundChoice as Choice
+from engine import SelfSpeculation
 from engine.drafters.combined import Hybrid
 from engine.drafters.eagle import Eagle, EagleConfig
-from engine.drafters.medusa import Medusa
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.speculated import Hierarchical
 from engine.drafters.suffix import Suffix, SuffixConfig
 from engine.stats import AcceptanceRate
-from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.streaming import Streaming
-from tests.support.controllers import Scripted
-from tests.support.published_heads import eagle_config, eagle_tensors, random_eagle, random_medusa, save_head
+from tests.support.published_heads import eagle_config, eagle_tensors, save_head
 from tests.support.serving_cases import PLAIN as SERVED_PLAIN
 from tests.support.serving_cases import make_checkpoint, serving
-from tests.support.tiny import TINY, full_cache, random_prompts, recomputed, tiny_model
-
-EAGLE, SELF, MEDUSA, SUFFIX = range(4)
-SCRIPT = [Choice(EAGLE, 3), Choice(EAGLE, 2), Choice(SELF, 4), PLAIN, Choice(SUFFIX, 4), Choice(EAGLE, 4)]
-SCRIPT += [Choice(MEDUSA, 2), Choice(SELF, 1), Choice(EAGLE, 1), Choice(SUFFIX, 2), Choice(MEDUSA, 3), Choice(SELF, 4)]
-
-
-@pytest.mark.parametrize("mode", ["greedy", "coupled"])
-def test_unlike_drafters_that_take_turns_change_no_token(mode):
-    """In ragged, refilled rows."""
-    model, prompts = tiny_model(), random_prompts([40, 7, 23, 1, 31])
-    runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8)
-    head, sizes = random_eagle(TINY), {"max_batch": 2, "dtype": torch.float64}
-    drafters = [
-        Eagle(runner, head, StreamingKVCache(head.body.config, budget=40, n_sink=2, **sizes), 4),
-        SelfSpeculation(runner, StreamingKVCache(TINY, budget=24, n_sink=2, **sizes), gamma=4),
-        Medusa(runner, random_medusa(TINY, n_head=3), 3),
-        Suffix(runner, 4),
-    ]
-    sampling, limits = SamplingParams(0.0 if mode == "greedy" else 0.9, seed=5), [40, 9, 33, 30, 41]
-    how = {"max_new_tokens": limits, "sampling": sampling, "verification": mode}
-    out = generate(runner, prompts, controller=Scripted(drafters, SCRIPT), **how)
-    assert out.tokens == recomputed(model, prompts, limits, sampling)
-    assert {round_.choice for round_ in out.stats.rounds} == {*SCRIPT}
-
-
-def test_a_head_drafts_after_other_drafters_as_if_it_had_drafted_all_along():
-    """The draft after each text equals that of a run without other drafters, over a cache that keeps everything."""
-    model, (prompt,) = tiny_model(), random_prompts([30])
-    head, seen = random_eagle(TINY), list[dict[int, int]]()
-    for script in ([Choice(0, 3)], [Choice(0, 3), Choice(1, 3), PLAIN, Choice(2, 3), Choice(0, 2), Choice(1, 1)]):
-        runner, firsts = ModelRunner(model, full_cache(model, 1)), dict[int, int]()
-        eagle = Eagle(runner, head, FullKVCache(head.body.config, 1, 128, dtype=torch.float64), 3)
-        propose = eagle.propose
-
-        def watched(batch, verification, gamma, propose=propose, firsts=firsts):
-            drafts = propose(batch, verification, gamma)
-            firsts[int(batch.lengths[0])] = int(drafts.tokens[0, 0])
-            return drafts
-
-        eagle.propose = watched  # type: ignore[method-assign]
-        drafters = [eagle, SelfSpeculation(runner, full_cache(model, 1), gamma=3), Suffix(runner, 3)]
-        generate(runner, [prompt], max_new_tokens=60, controller=Scripted(drafters, script))
-        seen.append(firsts)
-    both = seen[0].keys() & seen[1].keys()
-    assert len(both) >= 5 and all(seen[0][length] == seen[1][length] for length in both)
 
 
 def test_the_flag_names_drafts_with_options_of_the_same_flags():
@@ -129,8 +76,8 @@ def test_a_plan_has_room_for_every_draft_and_rounds_for_each(checkpoint: Path, h
     assert len(session.models.loaded) == 2 and session.plan.gamma == 6
     drafters = session.drafters()
     assert [type(drafter) for drafter in drafters] == [Eagle, SelfSpeculation, Suffix]
-    eagle = drafters[EAGLE]
-    assert 2 * alone[EAGLE].per_row["draft KV"] == eagle.cache.n_bytes + eagle.hidden_buffer._states.nbytes
+    eagle = drafters[0]
+    assert 2 * alone[0].per_row["draft KV"] == eagle.cache.n_bytes + eagle.hidden_buffer._states.nbytes
     costs = costs_of(session, drafters)
     assert costs is not None and [cost.at for cost in costs.by_rows[2]] == [(1, 3, 6)] * 3
     kept = costs_of(session, drafters)
@@ -176,14 +123,6 @@ def test_a_record_names_the_draft_of_every_round(call):
     assert all((choice["draft"] is None) == (choice["gamma"] == 0) for choice in record["choices"])
 
 
-def test_a_table_has_no_budget_of_a_draft_without_a_cache():
-    choices = [("self", "snapkv", 64, 3), ("suffix", None, None, 6), (None, None, None, 0)]
-    names = "draft", "draft_policy", "draft_budget", "gamma"
-    record = {"choices": [dict(zip(names, each, strict=True), rounds=2) for each in choices]}
-    rounds = _chosen(record | {"draft_policy": "auto", "draft_budget": "auto"})
-    assert rounds == "2 x self, snapkv, 64 entries, gamma 3; 2 x suffix, gamma 6; 2 x plain"
-
-
 def test_a_server_chooses_among_drafts(tmp_path: Path) -> None:
     """Answers are those of a server without a draft; a request's prediction is read."""
     folder, body = make_checkpoint(tmp_path), {"prompt": "abcabcabc", "max_tokens": 40, "temperature": 0}
@@ -206,7 +145,7 @@ CATCH_UP_MS = 1.6
 def simulate(each: list[Costs], alphas: list[float], seed: int, n_tokens: int = 256) -> float:
     """Return the ms of a token of a row in a decode, with the true price of catching up."""
     rng = random.Random(seed)
-    drafters = [SimpleNamespace(is_written_through=i == SELF, skips_model=None) for i in range(len(each))]
+    drafters = [SimpleNamespace(is_written_through=i == 1, skips_model=None) for i in range(len(each))]
     names = [(str(i), "") for i in range(len(each))]
     seen = [replace(one, acceptance=AcceptanceRate(alpha, 12)) for one, alpha in zip(each, alphas, strict=True)]
     controller = Adaptive(drafters, {1000: {1: seen}}, range(7), names)  # type: ignore[arg-type]

@@ -189,7 +189,7 @@ def test_a_long_decode_is_measured_for_with_few_rows_too(decodes):
     assert all(counted[2, one] == 1 + FEWEST_TIMED and counted[4, one] <= 1 + MOST_TIMED for one in FIRST)
 
 
-@pytest.mark.parametrize("seconds", [0.001, 0.02, 0.4, 1.5, 6.0])
+@pytest.mark.parametrize("seconds", [0.02, 0.4, 6.0])
 def test_measuring_ends_in_time_however_slow_the_machine_is(seconds, decodes, monkeypatch):
     """Each forward takes so many seconds. No round begins too late, but for those without which there are no costs."""
     clock, forward = Clock(), Transformer.forward

@@ -125,7 +125,7 @@ def followed(policy: str, chunk: int, prompts: list[int] = PROMPTS) -> Standalon
     return drafter
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 512])
+@pytest.mark.parametrize("chunk", [1, 512])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows_that_lag_unlike_tokens_draft_as_if_they_had_followed(policy, chunk):
     """Entries and drafts are those of rows which ran token by token as the text went on. More tokens at once evict
@@ -180,7 +180,7 @@ def test_a_prompt_that_was_kept_is_as_if_it_had_run_again(policy):
     drafter.follow([RowUpdate(row, row, prompts[row], 0) for row in range(2)])
     left = [x.clone() for x in runner.cache.tensors]
     for _ in range(2):
-        generate(target, prompts[:2], max_new_tokens=40, drafter=drafter)
+        generate(target, prompts[:2], max_new_tokens=16, drafter=drafter)
         assert not torch.equal(runner.cache.positions, left[1])
     drafter.follow([RowUpdate(row, row + 7, prompts[row], 0) for row in range(2)])
     assert fills == [0, 1] and all(map(torch.equal, runner.cache.tensors, left))

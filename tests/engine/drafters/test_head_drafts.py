@@ -104,7 +104,12 @@ def logits_of_drafts(head, states: torch.Tensor, text: list[int], drafts: list[i
     if isinstance(head, DFlashHead):
         head.remember(fused, at[:, :n], cache)
         block = at[:, n : n + len(drafts) + (not head.shape.drafts_anchor)]
-        yield from head.logits(head.draft(torch.tensor(text[-1:]), block, cache))[0]
+        drafting, memory = head.draft(torch.tensor(text[-1:]), block, cache), None
+        for i, before in enumerate([text[-1], *drafts[:-1]]):
+            known = head.draft_logits(drafting[:, i])
+            if head.chain:
+                known, memory = head.chain(known, drafting[:, i], torch.tensor([before]), memory)
+            yield head.of_target(known)[0]
         return
     state = head.advance(fused, torch.tensor([text[1:]]), at[:, :n], cache)[:, -1:]
     for i, draft in enumerate(drafts, start=n):
@@ -134,6 +139,9 @@ def logits_of_drafts(head, states: torch.Tensor, text: list[int], drafts: list[i
         ("dflash", "streaming", True, {"windows": (9, None)}),
         ("dflash, whole", "streaming", False, {"windows": (4, 7), "is_causal": False}),
         ("dflash", "positions in the cache", True, {"windows": (None, 5), "is_anchored": False}),
+        ("dspark, whole", "streaming", True, {}),
+        ("dspark, whole", "full", False, {"drafts_anchor": False, "markov_kind": "gated"}),
+        ("dflash 2", "streaming", True, {}),
     ],
 )
 def test_drafts_are_those_of_the_head_over_the_targets_own_states(kind, cache, changing, options):
@@ -244,10 +252,6 @@ def test_heads_that_do_not_fit_a_round_are_refused():
     for cache in (policy.make(head.body.config, size) for policy in POLICIES.values() if policy.sample.selects):
         with pytest.raises(ConfigError, match="cannot select entries"):
             Eagle(runner, head, cache, 3)
-    other = ModelRunner(MODEL, full_cache(MODEL, SLOTS))
     cache = FullKVCache(head.body.config, SLOTS, 20, dtype=torch.float64)
-    for drafter in (Medusa(runner, heads, 2), Eagle(runner, head, cache, 2)):
-        with pytest.raises(ConfigError, match="another runner"):
-            generate(other, [[1, 2]], max_new_tokens=2, drafter=drafter)
     with pytest.raises(ConfigError, match="exceeds the draft's KV cache"):
         generate(runner, [[1] * 15], max_new_tokens=4, drafter=Eagle(runner, head, cache, 2))

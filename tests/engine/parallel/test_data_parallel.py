@@ -47,12 +47,13 @@ class Case:
         return models.arguments(self.script, f"--num_prompts {N_PROMPTS} {self.arguments}")
 
 
-UNDIVIDED = {"data_parallel": 1, "tensor_parallel": 2, "all_reduce": "gloo"}
 CASES = {
     2: [
-        Case("selfspec", "", "--check_ranks", UNDIVIDED),
         Case(
-            "longspec", f"{COUPLED} --benchmark", "--rank_group 1 0 --draft_ranks 1", UNDIVIDED | {"draft_ranks": [1]}
+            "longspec",
+            f"{COUPLED} --benchmark",
+            "--check_ranks --rank_group 1 0 --draft_ranks 1",
+            {"data_parallel": 1, "tensor_parallel": 2, "all_reduce": "gloo", "draft_ranks": [1]},
         ),
         Case("selfspec", COUPLED, "--data_parallel 2", {"data_parallel": 2, "tensor_parallel": 1}, own=True),
     ],

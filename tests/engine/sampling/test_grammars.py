@@ -265,7 +265,7 @@ def test_clients_get_json_on_every_route(structured: Served):
 def test_reasoning_is_apart_from_answers(structured: Served, thinking: str, form: str):
     """Whole with drafts, and streamed in plain rounds, with a grammar and without; answers may be sent back."""
     opening, closing = (structured.server.service.tokenizer.pieces().index(tag) for tag in TAGS)
-    ask = partial(structured.openai.chat.completions.create, model="m", max_tokens=200, seed=4)
+    ask = partial(structured.openai.chat.completions.create, model="m", max_tokens=100, seed=4)
     bias = {str(opening): 8 if thinking == "free" else -100, str(closing): 2}
     more = {"logit_bias": bias, "chat_template_kwargs": {"thinking": thinking}}
     messages: list = [{"role": "user", "content": "hello"}]
@@ -312,16 +312,19 @@ def test_a_wrong_grammar_is_a_wrong_field(structured: Served):
         assert answer.status in (400, 422) and names in str(answer.json["error"]), body
 
 
-@pytest.mark.parametrize("is_hermes", [True, False])
-def test_a_required_call_is_one_that_the_parser_finds(structured: Served, is_hermes):
-    service = structured.server.service
+@pytest.mark.parametrize("kind", ["JSON", "tags in text", "tags that are tokens"])
+def test_a_required_call_is_one_that_the_parser_finds(tmp_path, kind):
+    save_tokenizer(tmp_path, VOCABULARY, MERGES, adds_bos=True)
+    add_tags(tmp_path, is_control=False, tags=("<tool_call>", "</tool_call>") if kind.endswith("tokens") else TAGS)
+    tokenizer, is_hermes, has_tokens = load_tokenizer(tmp_path), kind != "JSON", kind.endswith("tokens")
     tools = {"weather": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}, "clock": {}}
+    lark, grammars = call_grammar(tools, is_hermes, has_tokens), Grammars(tokenizer, len(VOCABULARY) + 3, [END])
 
     def follows(name: str, arguments: str) -> bool:
         text = json.dumps({"name": name, "arguments" if is_hermes else "parameters": json.loads(arguments)})
         text = f"<tool_call>\n{text}\n</tool_call>" if is_hermes else text
-        grammar = service._grammars.start("lark", call_grammar(tools, is_hermes))
-        grammar.advance(service.tokenizer.encode(text, add_bos=False))
+        grammar = grammars.start("lark", lark)
+        grammar.advance([*tokenizer.encode_chat(text, control=True), END])
         assert parse(text, tools) == ("", [{"name": name, "arguments": arguments}])
         return not grammar.error
 
@@ -350,16 +353,6 @@ def test_a_required_call_streams_the_arguments_of_the_whole_answer(
         assert "".join(part.function.arguments for (part,) in others) == call.function.arguments
         require(call.function.arguments)
         assert chunks[-1].finish_reason == whole.finish_reason == "tool_calls"
-
-
-def test_a_required_call_is_written_by_the_tokens_of_its_tags(tmp_path):
-    save_tokenizer(tmp_path, VOCABULARY, MERGES, adds_bos=True)
-    add_tags(tmp_path, is_control=False, tags=("<tool_call>", "</tool_call>"))
-    tokenizer, tools = load_tokenizer(tmp_path), {"clock": {}}
-    text = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
-    grammar = Grammars(tokenizer, len(VOCABULARY) + 3, [END]).start("lark", call_grammar(tools, True, has_tokens=True))
-    grammar.advance([*tokenizer.encode_chat(text, control=True), END])
-    assert not grammar.error and parse(text, tools)[1] == [{"name": "clock", "arguments": "{}"}]
 
 
 def test_without_the_library_grammars_are_refused(structured: Served, monkeypatch):

@@ -19,7 +19,7 @@ from models.checkpoints import loading
 from models.checkpoints.loading import load_model, read_checkpoint, save_checkpoint
 from models.config import ModelConfig
 from models.tensor_parallel import Shard
-from tests.support.checkpoint_folders import HF_CONFIG, VOCABULARY, write_source
+from tests.support.checkpoint_folders import VOCABULARY, write_source
 
 Damage = dict[str, tuple[Callable[[Path], object], str]]
 SHARD, SECOND, INDEX = *(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)), "model.safetensors.index.json"
@@ -69,6 +69,8 @@ SOURCE_DAMAGE: Damage = {
     "a tensor in no shard": (lambda d: edit(d / INDEX, "weight_map/model.extra.weight", SECOND), SECOND),
     "config with more layers": (lambda d: edit(d / "config.json", "num_hidden_layers", 3), "model.layers.2"),
     "config with fewer layers": (lambda d: edit(d / "config.json", "num_hidden_layers", 1), "model.layers.1"),
+    "config is a list": (lambda d: (d / "config.json").write_bytes(b"[1, 2]"), "config.json"),
+    "config is no text": (lambda d: (d / "config.json").write_bytes(b"\xff\xfe"), "config.json"),
     "manifest garbled": (lambda d: (d / "manifest.json").write_text('{"files": {"a": 1}}'), "manifest.json"),
     "an adapter beside the weights": (lambda d: (d / "adapter_config.json").write_text("{}"), "adapter_config.json"),
     "no folder": (shutil.rmtree, "no such folder"),
@@ -95,16 +97,6 @@ def test_weights_that_were_saved_again_are_converted_again(source: Path) -> None
     with pytest.raises(CheckpointError, match=SHARD):
         read_checkpoint(weights)
     assert read_checkpoint(convert(source, source, force=True))
-
-
-@pytest.mark.parametrize("scheme", ["fp8", "awq"])
-def test_a_quantised_checkpoint_is_refused_by_its_scheme(tmp_path: Path, scheme: str) -> None:
-    """Whatever the dtypes of its weights are."""
-    packed = torch.ones(16, dtype=torch.float8_e4m3fn if scheme == "fp8" else torch.int32)
-    write_source(tmp_path, HF_CONFIG | {"quantization_config": None}, **{"model.norm.weight": packed})
-    edit(tmp_path / "config.json", "quantization_config", {"quant_method": scheme})
-    with pytest.raises(ConfigError, match=f"quantised by {scheme}"):
-        convert(tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "bin"])

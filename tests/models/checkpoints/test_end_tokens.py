@@ -178,7 +178,8 @@ def test_a_server_takes_what_a_request_leaves_out_from_the_file(
         assert room["usage"]["completion_tokens"] < 11  # where a row has less room than the file says
     with serving(folder, "--no_sampling_defaults") as server:
         assert "generation_config.json" not in capsys.readouterr().err
-        assert asked(seed=4, temperature=0.9)[1] == drawn(11, seed=4, temperature=0.9)[1]
+        body = {"prompt": "a b c", "max_tokens": 20, "seed": 4, "temperature": 0.9}
+        assert server.json("/v1/completions", body)["choices"][0]["text"] == drawn(11, seed=4, temperature=0.9)[1]
         assert server.generate("tea", seed=4)["details"]["generated_tokens"] > 11
     (folder / "generation_config.json").write_text('{"top_p": 1.5}')
     with pytest.raises(ConfigError, match=r"generation_config\.json"), serving(folder):

@@ -45,6 +45,7 @@ LAYERS = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": THETA, "factor": 8.0, "original_max_position_embeddings": 32}
 MODULES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel", "dflash": "DFlashDraftModel"}
+MODULES |= {"dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +89,7 @@ def load(folder: Path, kind: str) -> Any:
     """Return the head in a folder, whose tensors have their published names again."""
     head = find_head(str(folder), kind, DEEP).load(device="cpu", dtype=torch.float64)
     saved, ours = load_file(folder / "model.safetensors"), published(head)
+    saved = {part: x for part, x in saved.items() if not part.startswith("confidence_head.")}
     assert ours.keys() == saved.keys() and all(torch.equal(x, saved[part]) for part, x in ours.items())
     return head
 
@@ -178,13 +180,35 @@ def test_p_eagle(tmp_path, monkeypatch, options):
         close(head.draft_logits(out), drafted[:, i].transpose(0, 1))
 
 
-DFLASHES: dict[str, dict[str, Any]] = {
-    "full": {"num_hidden_layers": 2, "attention_bias": True},
-    "causal windows": {"layer_types": SLIDING, "draft_vocab_size": 30},
-    "other windows": {"layer_types": SLIDING, "sliding_window_non_causal": True},
-    "mixed layers": {"layer_types": MIXED, "sample_from_anchor": True},
+DFLASHES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("dflash", {"num_hidden_layers": 2, "attention_bias": True}),
+    "causal windows": ("dflash", {"layer_types": SLIDING, "draft_vocab_size": 30}),
+    "other windows": ("dflash", {"layer_types": SLIDING, "sliding_window_non_causal": True}),
+    "mixed layers": ("dflash", {"layer_types": MIXED, "sample_from_anchor": True}),
+    "DSpark": ("dspark", {"markov_rank": 6, "draft_vocab_size": 30}),
+    "DSpark, gated": ("dspark", {"markov_rank": 6, "markov_head_type": "gated", "sample_from_anchor": False}),
+    "DSpark, recurrent": ("dspark", {"markov_rank": 6, "markov_head_type": "rnn", "layer_types": MIXED}),
+    "DSpark, no bias": ("dspark", {"markov_rank": 0, "enable_confidence_head": False}),
+    "DFlash 2": ("dflash2", {"selector_rank": 6, "selector_top_k": 5, "conv_group_size": 4, "num_hidden_layers": 2}),
+    "DFlash 2, three taps": (
+        "dflash2",
+        {"selector_rank": 3, "selector_top_k": 7, "conv_kernel_size": 3, "conv_group_size": 8, "layer_types": MIXED},
+    ),
 }
 ENDS = ((7, 12), (15, 3), (1, 6))  # for each draft, where the blocks of two texts begin
+
+
+def chained(model: nn.Module, hidden: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the logits of blocks after the tokens that the text has in the place of drafts."""
+    before = tokens[..., 0]
+    if not model.config.sample_from_anchor:
+        before = torch.cat([before[:, :1], before[:, :-1]], dim=1)
+    if getattr(model, "markov_head", None):
+        return logits + model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden)
+    if hasattr(model, "candidate_selector"):
+        ids, scores = model.candidate_selector.select(logits, hidden, before)
+        return torch.full_like(logits, float("-inf")).scatter(-1, ids, scores)
+    return logits
 
 
 def compare_blocks(model: nn.Module, head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,20 +220,30 @@ def compare_blocks(model: nn.Module, head: Any, monkeypatch: pytest.MonkeyPatch)
     head.borrow(target)
     anchors = torch.tensor([LENGTH * row + at for pair in ENDS for row, at in enumerate(pair)])
     monkeypatch.setattr(core("dflash"), "select_anchors", lambda *_: (anchors, torch.ones_like(anchors)))
-    theirs = model._backbone_forward(**given, max_anchors=len(anchors))[1].view(len(ENDS), 2, BLOCK, -1)
+    hidden, theirs, _, _, indices = model._backbone_forward(**given, max_anchors=len(anchors))
+    theirs = chained(
+        model, *(x.view(len(anchors), BLOCK, -1) for x in (hidden, theirs, given["input_ids"][0, indices]))
+    )
     states, tokens = in_rows(given["hidden_states"]), in_rows(given["input_ids"])
-    for pair, logits in zip(ENDS, theirs, strict=True):
+    for pair, logits in zip(ENDS, theirs.view(len(ENDS), 2, BLOCK, -1), strict=True):
         cache = cache_of(head)
         head.remember(head.fused(states), positions_from(0, 0, n=LENGTH), cache)
         current = tokens[torch.arange(2), torch.tensor(pair)]
         out = head.draft(current, positions_from(*pair, n=BLOCK), cache)
-        close(head.draft_logits(out), logits[:, -out.shape[1] :])
+        known, memory = head.draft_logits(out), None
         assert out.shape[1] == head.shape.most_drafts
+        for i in range(out.shape[1]):
+            drafted = known[:, i]
+            if head.chain:
+                before = tokens[torch.arange(2), torch.tensor(pair) + i]
+                drafted, memory = head.chain(drafted, out[:, i], before, memory)
+            close(drafted, logits[:, i - out.shape[1]])
 
 
 @pytest.mark.parametrize("name", DFLASHES)
 def test_dflash(tmp_path, monkeypatch, name):
-    model = reference(tmp_path, "dflash", **DFLASHES[name], block_size=BLOCK, aux_hidden_state_layer_ids=[1, 2, 6])
+    kind, options = DFLASHES[name]
+    model = reference(tmp_path, kind, **options, block_size=BLOCK, aux_hidden_state_layer_ids=[1, 2, 6])
     compare_blocks(model, load(tmp_path, "dflash"), monkeypatch)
 
 

@@ -171,7 +171,7 @@ BAD_DFLASH = {
     "no mask": ({"mask_token_id": None}, "mask_token_id"),
     "a mask beyond the vocabulary": ({"mask_token_id": 61}, "61"),
     "an option of the other layout": ({"sample_from_anchor": True}, "sample_from_anchor"),
-    **{kind: ({"speculators_model_type": kind}, kind) for kind in ("dspark", "eagle3")},
+    "another kind": ({"speculators_model_type": "eagle3"}, "eagle3"),
 }
 
 
@@ -184,6 +184,30 @@ def test_dflash_heads_that_do_not_fit_are_refused(tmp_path, bad):
     assert (good.most_drafts, good.borrowed) == (7, ("embedding", "output layer"))
     with pytest.raises(UserError) as refused:
         find_head(save_head(tmp_path / "bad", tensors, dflash_config(DEEP, **changes)), "dflash", DEEP)
+    assert named in str(refused.value) and "fix:" in str(refused.value)
+
+
+DSPARK, DFLASH_2 = {"speculators_model_type": "dspark"}, {"speculators_model_type": "dflash2"}
+BAD_CHAINS = {
+    "an unknown bias": (DSPARK | {"markov_head_type": "lstm"}, "markov_head_type"),
+    "a recurrent state from masks": (DSPARK | {"markov_head_type": "rnn", "sample_from_anchor": False}, "anchor"),
+    "no bias": (DSPARK, "markov_head.markov_w1.weight"),
+    "a part of the ids": (DFLASH_2 | {"draft_vocab_size": 20}, "draft_vocab_size"),
+    "groups that do not divide": (DFLASH_2 | {"conv_group_size": 5}, "conv_group_size"),
+    "no convolutions": (DFLASH_2 | {"conv_group_size": 4}, "are missing"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_CHAINS)
+def test_dspark_and_dflash_2_heads_that_do_not_fit_are_refused(tmp_path, bad):
+    """The tensors are those of a DSpark head without a bias."""
+    changes, named = BAD_CHAINS[bad]
+    config = {"transformer_layer_config": eagle_config(DEEP, 1, 2) | {"model_type": "qwen3"}, "mask_token_id": 3}
+    config |= {"aux_hidden_state_layer_ids": [0, 1, 5]}
+    good = save_head(tmp_path / "good", dflash_tensors(DEEP), config | DSPARK | {"markov_rank": 0})
+    assert find_head(good, "dflash", DEEP).most_drafts == 8
+    with pytest.raises(UserError) as refused:
+        find_head(save_head(tmp_path / "bad", dflash_tensors(DEEP), config | changes), "dflash", DEEP)
     assert named in str(refused.value) and "fix:" in str(refused.value)
 
 

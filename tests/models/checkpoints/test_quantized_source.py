@@ -1,0 +1,208 @@
+"""Checkpoints that were published quantised: their weights, also as transformers reads them, and what is refused."""
+
+import json
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, LlamaConfig, Phi3Config
+
+from common.errors import CheckpointError, ConfigError
+from convert_hf_checkpoint import convert
+from kv_cache import FullKVCache
+from models.checkpoints.loading import load_model, read_checkpoint
+from models.checkpoints.manifest import read_manifest
+from models.checkpoints.model_source import find_model
+from tests.support.checkpoint_folders import write_weights
+from tests.support.hf_tiny import N_TOKENS, SHAPE, random_model, rope, save_folder
+from tests.support.quantized_files import AWQ, FP8, GPTQ, LAYERS, PACKED, Layer, compressed, fp8, quantize_folder
+
+NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+MODELS = {"llama": LlamaConfig(**SHAPE | rope(10000.0)), "phi-3": Phi3Config(**SHAPE | NO_SPECIAL_TOKENS)}
+Q, GATE = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.gate_proj"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the folders of plain models by family."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    for name, folder in folders.items():
+        save_folder(random_model(MODELS[name]), folder)
+    return folders
+
+
+# The family, the dtype of layers that are not quantised, and --dtype.
+STORED = [("llama", "float16", None), ("llama", "bfloat16", "float32"), ("phi-3", "bfloat16", None)]
+
+
+@pytest.mark.parametrize(("kind", "stored"), [*zip(LAYERS, cycle(STORED), strict=False)])
+def test_quantised_weights_are_rounded_once(kind: str, stored: Any, plain: dict[str, Path], tmp_path: Path) -> None:
+    """The model is that of a plain checkpoint, whether or not it is converted in the folder of its source."""
+    (scheme, layer, published), (family, dtype, chosen) = LAYERS[kind], stored
+    folder, reference, out = tmp_path / "quantised", tmp_path / "reference", tmp_path / "out"
+    weights = quantize_folder(plain[family], folder, scheme, layer, getattr(torch, dtype))
+    save_folder(random_model(MODELS[family]), reference)
+    write_weights(reference, {k: v.to(getattr(torch, chosen or dtype)) for k, v in weights.items()}, "safetensors")
+    convert(reference, reference)
+    expected = read_checkpoint(reference)[1]
+    for target in (out, folder):
+        convert(folder, target, dtype=chosen)
+        seen = read_checkpoint(target)[1]
+        assert seen.keys() == expected.keys()
+        assert all(seen[name].dtype == expected[name].dtype for name in expected)
+        assert all(torch.equal(seen[name], expected[name]) for name in expected)
+        assert find_model(str(target), "pth", None, "--model").published == sorted([published, dtype])
+        assert read_manifest(target)["stored"] == [chosen or dtype]
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    written = (folder / "model.pth").stat().st_mtime_ns
+    convert(folder, folder, dtype=chosen)
+    assert (folder / "model.pth").stat().st_mtime_ns == written
+    load_model(folder)
+
+
+def compressed_by_library(scheme: dict[str, Any]) -> Layer:
+    """Return what quantises random weights by the largest of each group, and packs them, by compressed-tensors."""
+    settings = scheme["config_groups"]["group_0"]["weights"]
+    library, plan = (
+        BaseCompressor.get_value_from_registry(scheme["format"]),
+        QuantizationScheme(targets=[], weights=settings),
+    )
+
+    def layer(rng: np.random.Generator, d_out: int, d_in: int) -> tuple[dict[str, Tensor], Tensor]:
+        weight = torch.from_numpy(rng.normal(0, d_in**-0.5, (d_out, d_in))).float()
+        rows, columns = settings.get("block_structure") or (1, settings.get("group_size") or d_in)
+        blocks = weight.view(d_out // rows, rows, d_in // columns, columns)
+        blocks = weight.view(1, d_out, 1, d_in) if settings["strategy"] == "tensor" else blocks
+        low, high = blocks.amin((1, 3)).clamp(max=0), blocks.amax((1, 3)).clamp(min=0)
+        largest = 448 if settings["type"] == "float" else (1 << (settings["num_bits"] - 1)) - 1
+        scale = torch.maximum(-low, high) / largest
+        zero = torch.zeros_like(scale, dtype=torch.int8)
+        if not settings["symmetric"]:
+            scale = (high - low) / (2 * largest + 1)
+            zero = ((-low / scale).round() - largest - 1).to(torch.int8)
+        if settings["strategy"] == "tensor":
+            scale, zero = scale.view(1), zero.view(1)
+        parts = library.compress({"weight": weight, "weight_scale": scale, "weight_zero_point": zero}, plan)
+        return {name: tensor.contiguous() for name, tensor in parts.items()}, weight
+
+    return layer
+
+
+COMPRESSED = [
+    compressed("int", 4, "pack-quantized", strategy="group", group_size=32),
+    PACKED,
+    compressed("int", 8, "pack-quantized", symmetric=False, strategy="channel"),
+    compressed("int", 8, "int-quantized", symmetric=False, strategy="channel"),
+    compressed("int", 8, "int-quantized", strategy="tensor"),
+    compressed("float", 8, "float-quantized", strategy="channel"),
+    compressed("float", 8, "float-quantized", strategy="block", block_structure=[32, 16]),
+]
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("scheme", [FP8, *COMPRESSED], ids=lambda scheme: scheme.get("format", "fp8"))
+def test_quantised_models_have_the_logits_of_transformers(scheme, plain: dict[str, Path], tmp_path: Path) -> None:
+    is_fp8 = scheme is FP8
+    quantize_folder(plain["llama"], tmp_path, scheme, fp8 if is_fp8 else compressed_by_library(scheme), torch.float32)
+    options = FineGrainedFP8Config(dequantize=True) if is_fp8 else CompressedTensorsConfig(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=options, dtype=torch.float32)
+    convert(tmp_path, tmp_path)
+    ours = load_model(tmp_path)
+    for length in (19, 48):
+        tokens = torch.randint(N_TOKENS, (1, length), generator=torch.Generator().manual_seed(length))
+        seen = ours(tokens, torch.arange(length)[None], FullKVCache(ours.config, 1, length))
+        torch.testing.assert_close(seen, theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
+Tensors = dict[str, Tensor]
+DAMAGE: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
+    "no scales": ("awq", lambda x: x.pop(f"{Q}.scales"), f"{Q}.scales"),
+    "no codes": ("gptq", lambda x: x.pop(f"{Q}.qweight"), f"{Q}."),
+    "no zero points": ("packed", lambda x: x.pop(f"{Q}.weight_zero_point"), f"{Q}.weight_zero_point"),
+    "no order": ("gptq in act-order", lambda x: x.pop(f"{Q}.g_idx"), f"{Q}.g_idx"),
+    "no FP8 scales": ("fp8, incomplete blocks", lambda x: x.pop(f"{GATE}.weight_scale_inv"), f"{GATE}.weight_scale"),
+    "a group less": ("awq", lambda x: x.update({f"{Q}.scales": x[f"{Q}.scales"][1:]}), f"{Q}.scales"),
+    "a word less": ("gptq", lambda x: x.update({f"{Q}.qzeros": x[f"{Q}.qzeros"][:, 1:]}), f"{Q}.qzeros"),
+    "fewer inputs": ("gptq", lambda x: x.update({f"{Q}.qweight": x[f"{Q}.qweight"][1:]}), f"{Q}"),
+    "a scale too few": (
+        "fp8, incomplete blocks",
+        lambda x: x.update({f"{GATE}.weight_scale_inv": torch.ones(1)}),
+        f"{GATE}.weight_scale_inv",
+    ),
+    "another shape": ("packed", lambda x: x[f"{Q}.weight_shape"].add_(8), f"{Q}.weight_packed"),
+    "scales are integers": ("awq", lambda x: x.update({f"{Q}.scales": x[f"{Q}.scales"].int()}), f"{Q}.scales"),
+    "a group too many": ("gptq in act-order", lambda x: x[f"{GATE}.g_idx"].add_(1), "1 of 1"),
+    "a negative group": ("packed, older", lambda x: x[f"{GATE}.weight_g_idx"].sub_(1), "-1 to 2 of 4"),
+    "an infinite scale": ("gptq", lambda x: x[f"{Q}.scales"].fill_(torch.inf), "wqkv"),
+    "a bias": ("gptq", lambda x: x[f"{Q}.bias"].add_(1), f"{Q}.bias"),
+    "scales of keys": ("fp8, incomplete blocks", lambda x: x.update({f"{Q}.k_scale": torch.ones(1)}), f"{Q}.k_scale"),
+    "a norm in integers": ("awq", lambda x: x.update({"model.norm.weight": torch.ones(64).int()}), "model.norm.weight"),
+    "a quantised embedding": (
+        "fp8, incomplete blocks",
+        lambda x: x.update({"model.embed_tokens.weight": torch.ones(N_TOKENS, 64).to(torch.float8_e4m3fn)}),
+        "embed_tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_quantised_checkpoint_is_refused(damage: str, plain: dict[str, Path], tmp_path: Path) -> None:
+    kind, change, named = DAMAGE[damage]
+    scheme, layer, _ = LAYERS[kind]
+    quantize_folder(plain["llama"], tmp_path, scheme, layer, torch.float16)
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    tensors = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    change(tensors)
+    for left in (*shards, tmp_path / "model.safetensors.index.json"):
+        left.unlink()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError) as refusal:
+        convert(tmp_path, tmp_path)
+    assert named in str(refusal.value)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+TWO_KINDS = {"group_0": PACKED["config_groups"]["group_0"], "group_1": {"targets": ["re:.*o_proj"], "weights": {}}}
+REFUSED: list[dict[str, Any]] = [
+    {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    {"quant_method": "mxfp4"},
+    {"bits": 4},
+    FP8 | {"fmt": "e5m2"},
+    FP8 | {"weight_block_size": [128]},
+    FP8 | {"kv_cache_scheme": {"num_bits": 8}},
+    AWQ | {"bits": 8},
+    AWQ | {"version": "gemv"},
+    AWQ | {"zero_point": False},
+    AWQ | {"group_size": 0},
+    GPTQ | {"bits": 3},
+    GPTQ | {"checkpoint_format": "marlin"},
+    GPTQ | {"dynamic": {"-:.*mlp.*": {}}},
+    compressed("float", 4, "nvfp4-pack-quantized", strategy="tensor_group", group_size=16),
+    compressed("float", 4, "pack-quantized", strategy="group", group_size=16),
+    compressed("int", 3, "pack-quantized", strategy="channel"),
+    compressed("int", 4, "marlin-24", strategy="channel"),
+    PACKED | {"config_groups": {}},
+    PACKED | {"config_groups": TWO_KINDS},
+    PACKED | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+    PACKED | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+    PACKED | {"transform_config": {"config_groups": {"R1": {}}}},
+]
+
+
+@pytest.mark.parametrize("scheme", REFUSED, ids=lambda scheme: scheme.get("quant_method"))
+def test_other_schemes_are_refused_by_name(scheme: dict[str, Any], plain: dict[str, Path], tmp_path: Path) -> None:
+    quantize_folder(plain["llama"], tmp_path, scheme, fp8, torch.float16)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=f"quantised by {scheme.get('quant_method')}"):
+        convert(tmp_path, tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
