@@ -74,7 +74,7 @@ class DraftOptions:
     default: bfloat16 next to a float32 target on a CPU that computes in bfloat16, else same"""
     draft_weights: Given[Literal["auto", "same"] | Scheme] = None
     """the draft's linear layers in 8 or 4 bits; the target keeps its own, so the output stays the same; same: as
-    --draft_dtype says, or a self-draft's as the target's; auto, the default: on a CPU with VNNI, or a GPU that it is
+    --draft_dtype says, or a self-draft's as the target's; auto, the default: on a CPU with AVX2, or a GPU that it is
     faster on, int8, or int4 for a model that was published in 4 bits, if neither --draft_dtype nor --quantize is given,
     else same"""
     draft_kv_dtype: Given[Literal["same"] | KVDtype] = None

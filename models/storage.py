@@ -9,6 +9,7 @@ from common.errors import flag, refuse
 from common.process import local_rank, local_world_size, world_size
 from models.checkpoints.model_source import ModelSource
 from models.config import ModelConfig
+from models.kernels import linear_cpp
 from models.kernels.linear_speed import saves_time
 from models.kernels.packed_linear import can_pack, packs_twice
 from models.kernels.quantize import OLDEST_CAPABILITY, linear_bytes, takes_shape
@@ -59,11 +60,11 @@ def auto_draft_weights(
         n_row: rows that decode together.
     """
     on_cpu, had_4_bits = device == "cpu", any(name.startswith(("Q4", "IQ4")) for name in published)
-    if dtype not in (torch.float32, torch.bfloat16) or (on_cpu and not torch.cpu._is_vnni_supported()):
+    if dtype not in (torch.float32, torch.bfloat16):
         return None
-    # On a CPU, PyTorch's kernel for 4 bits is slower.
-    scheme = "int4" if had_4_bits and (not on_cpu or multiplies_bfloat16()) else "int8"
-    if not linears or not all(takes_shape(shape, scheme) for shape in linears):
+    # PyTorch's kernel for 4 bits is slower on a CPU.
+    scheme = "int4" if had_4_bits and (not on_cpu or all(map(linear_cpp.takes_shape, linears))) else "int8"
+    if not linears or not all(takes_shape(shape, scheme, on_cpu) for shape in linears):
         return None
     if on_cpu:
         return scheme

@@ -1,10 +1,11 @@
-"""Linear layers with weights in 16, 8 or 4 bits in a C++ kernel, for CPUs with AVX512-BF16 and VNNI.
+"""Linear layers with weights in 16, 8 or 4 bits in a C++ kernel, for CPUs with AVX2, or with AVX512-BF16 and VNNI.
 
 A row's bits do not depend on the other rows or on the number of threads. Gradients are not recorded.
 """
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from ctypes import c_int, c_int64, c_void_p
 from typing import Any
 
@@ -25,14 +26,24 @@ def _kernel() -> Any:
 def function_of(library: ctypes.CDLL) -> Any:
     """Return the function of a built library. Raises BuildError if the build lacks the instructions."""
     if not hasattr(library, "foretoken_linear"):
-        raise BuildError("it needs AVX512-BF16 and VNNI")
+        raise BuildError("it needs AVX2")
     library.foretoken_linear.argtypes = [*[c_int64] * 6, *[c_void_p] * 5, c_int]
     return library.foretoken_linear
 
 
 def takes(weight: Tensor) -> bool:
     """True if the kernel runs here and multiplies weights of this shape."""
-    return weight.device.type == "cpu" and not any(size % BLOCK for size in weight.shape) and _kernel() is not None
+    return weight.device.type == "cpu" and takes_shape(weight.shape)
+
+
+def takes_shape(shape: Sequence[int]) -> bool:
+    """True if the kernel runs on this CPU and multiplies weights of a shape `[d_out, d_in]`."""
+    return not any(size % BLOCK for size in shape) and runs()
+
+
+def runs() -> bool:
+    """True if the kernel runs on this CPU."""
+    return _kernel() is not None
 
 
 def multiplies_best(weight: Tensor) -> bool:

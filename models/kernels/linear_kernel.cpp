@@ -2,15 +2,16 @@
 //
 // Weights lie in blocks of 32 outputs, and in a block by steps along the inputs, so that a block is one stretch of
 // memory: a step is two vectors, with a word of 32 bits for each output (two bfloat16, four int8, eight int4). A block
-// meets all rows of x, in groups whose sums fill the registers. A sum runs over the inputs in the same order for any
+// meets all rows of x, in groups whose sums fill the registers; a vector of AVX2 has half of a block's vector. A sum runs over the inputs in the same order for any
 // number of rows, and threads share blocks, not sums: a row's bits depend on nothing but the row.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <numeric>
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)  // else the library has no function
+#if defined(__AVX2__) && defined(__FMA__)  // else the library has no function
 #include <immintrin.h>
 #if defined(AMX)
 #include "models/kernels/amx.hpp"
@@ -23,31 +24,11 @@ constexpr int64_t PANEL = 96;  // rows of x that meet all blocks before the next
 
 struct bfloat16 { uint16_t bits; };
 
-inline __m512 load(const float* p) { return _mm512_loadu_ps(p); }
-inline __m512 load(const bfloat16* p) {
-    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
-}
-inline void store(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
-inline void store(bfloat16* p, __m512 x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
+#include "models/kernels/lanes.hpp"
 
-inline __m512i word_at(const void* p) {
-    int32_t word;
-    std::memcpy(&word, p, sizeof word);
-    return _mm512_set1_epi32(word);
-}
-// Products in assembly: GCC 12 moves registers about around the intrinsic of the first.
-inline void add_products(__m512i& sum, __m512i weights, __m512i x) {  // of unsigned by signed bytes
-    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
-}
-inline void add_products(__m512& sum, __m512i weights, __m512i x) {  // of bfloat16
-#if defined(WIDENED)
-    const __m512i upper = _mm512_set1_epi32(0xffff0000);
-    sum = _mm512_fmadd_ps((__m512)_mm512_slli_epi32(weights, 16), (__m512)_mm512_slli_epi32(x, 16), sum);
-    sum = _mm512_fmadd_ps((__m512)_mm512_and_si512(weights, upper), (__m512)_mm512_and_si512(x, upper), sum);
-#else
-    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
-#endif
-}
+// A block's outputs are multiplied in pieces of two vectors: of 16 lanes, or of 8, from outputs W * piece on and from
+// 16 + W * piece on.
+constexpr int PIECES = 16 / W;
 
 // A call: x [n_row, n_in] and y [n_row, n_out], scales [n_out] of int8 weights, bias [n_out] or null.
 template <typename Number>
@@ -69,20 +50,19 @@ struct Rounded {
 // Rounds n numbers like models.kernels.quantize.round_to_uint8 and sums up the bytes. Returns the scale.
 template <typename Number>
 inline float round_to_int8(const Number* x, int64_t n, int8_t* to, uint32_t& sum) {
-    __m512 top = _mm512_setzero_ps(), nothing = top;  // 0, or NaN after a number that is not finite
-    for (int64_t i = 0; i < n; i += 16) {
-        top = _mm512_max_ps(_mm512_abs_ps(load(x + i)), top);
-        nothing = _mm512_fmadd_ps(load(x + i), _mm512_setzero_ps(), nothing);
+    Floats top = spread(0.0f), nothing = top;  // 0, or NaN after a number that is not finite
+    for (int64_t i = 0; i < n; i += W) {
+        top = larger(magnitude(load(x + i)), top);
+        nothing = fused(load(x + i), spread(0.0f), nothing);
     }
-    const float scale = std::max(_mm512_reduce_max_ps(top) / 127, 1e-12f) + _mm512_reduce_add_ps(nothing);
-    __m512i total = _mm512_setzero_si512();
-    for (int64_t i = 0; i < n; i += 16) {
-        const __m512 around_128 = _mm512_add_ps(_mm512_div_ps(load(x + i), _mm512_set1_ps(scale)), _mm512_set1_ps(128));
-        const __m512i rounded = _mm512_sub_epi32(_mm512_cvtps_epi32(around_128), _mm512_set1_epi32(128));
-        _mm_storeu_si128((__m128i*)(to + i), _mm512_cvtsepi32_epi8(rounded));
-        total = _mm512_add_epi32(total, rounded);
+    const float scale = std::max(largest_lane(top) / 127, 1e-12f) + sum_of_lanes(nothing);
+    Ints total = spread(0);
+    for (int64_t i = 0; i < n; i += W) {
+        const Ints rounded = subtract(nearest(load(x + i) / spread(scale) + spread(128.0f)), spread(128));
+        store_bytes(to + i, rounded);
+        total = add(total, rounded);
     }
-    sum = _mm512_reduce_add_epi32(total);
+    sum = sum_of_lanes(total);
     return scale;
 }
 
@@ -95,17 +75,17 @@ struct Prefetch {
     }
 };
 
-// Adds products of R rows of x with a block of outputs: each word of x meets two vectors of weights.
+// Adds products of R rows of x with a piece of a block: each word of x meets two vectors of weights.
 template <int R, typename Sum, typename Value>
 __attribute__((always_inline)) inline void add_steps(Sum (&sums)[R][2], const char* weights, const Value* x, int64_t x_row,
                                                      int64_t n_in, Prefetch prefetch) {
     for (int64_t i = 0; i < n_in; i += 4 / sizeof(Value), weights += 128) {
         prefetch.step();
-        const __m512i w0 = _mm512_loadu_si512(weights), w1 = _mm512_loadu_si512(weights + 64);
+        const Ints w0 = load_words(weights), w1 = load_words(weights + 64);
         // Unrolled, here and below: an array that a variable indexes lies in memory, not in registers.
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-            const __m512i word = word_at(x + r * x_row + i);
+            const Ints word = word_at(x + r * x_row + i);
             add_products(sums[r][0], w0, word);
             add_products(sums[r][1], w1, word);
         }
@@ -113,60 +93,60 @@ __attribute__((always_inline)) inline void add_steps(Sum (&sums)[R][2], const ch
 }
 
 template <int R, typename Number>
-inline void put(const Call<Number>& call, int64_t row, int64_t output, const __m512 (&sums)[R][2]) {
+inline void put(const Call<Number>& call, int64_t row, int64_t output, const Floats (&sums)[R][2]) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
         const int64_t at = output + 16 * half;
-        const __m512 bias = call.bias ? load(call.bias + at) : _mm512_setzero_ps();
+        const Floats bias = call.bias ? load(call.bias + at) : spread(0.0f);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) store(call.y + (row + r) * call.n_out + at, _mm512_add_ps(sums[r][half], bias));
+        for (int r = 0; r < R; ++r) store(call.y + (row + r) * call.n_out + at, sums[r][half] + bias);
     }
 }
 
 struct Bfloat16Weights {
-    static constexpr int ROWS = 12, LINES = 2;  // rows of a group at most; lines of memory of a step
+    static constexpr int ROWS = ROWS_16_AND_8, LINES = 2;  // rows of a group at most; lines of memory of a step
     static constexpr bool ROUNDS = false, IN_TILES = false;
     static int64_t block_bytes(int64_t n_in) { return n_in * OUTPUTS * 2; }
 
     template <int R>
-    static void multiply(const Call<bfloat16>& call, const Rounded&, int64_t row, int64_t output, Prefetch prefetch) {
-        __m512 sums[R][2] = {};
-        const char* weights = call.weights + output * call.n_in * 2;
+    static void multiply(const Call<bfloat16>& call, const Rounded&, int64_t row, int64_t block, int piece, Prefetch prefetch) {
+        Floats sums[R][2] = {};
+        const char* weights = call.weights + block * block_bytes(call.n_in) + 4 * W * piece;
         add_steps(sums, weights, call.x + row * call.x_row, call.x_row, call.n_in, prefetch);
-        put(call, row, output, sums);
+        put(call, row, block * OUTPUTS + W * piece, sums);
     }
     static const bfloat16* row_of(const Call<bfloat16>& call, const Rounded&, int64_t row) { return call.x + row * call.x_row; }
-    static void finish(const Call<bfloat16>& call, const Rounded&, int64_t row, int64_t output, const __m512i (&sums)[1][2]) {
-        put(call, row, output, {{(__m512)sums[0][0], (__m512)sums[0][1]}});
+    static void finish(const Call<bfloat16>& call, const Rounded&, int64_t row, int64_t output, const Ints (&sums)[1][2]) {
+        put(call, row, output, {{(Floats)sums[0][0], (Floats)sums[0][1]}});
     }
 };
 
 // Weights as bytes around 128, with a scale for each output; x in 8 bits, with a scale for each row. Sums are exact.
 struct Int8Weights {
-    static constexpr int ROWS = 12, LINES = 2;
+    static constexpr int ROWS = ROWS_16_AND_8, LINES = 2;
     static constexpr bool ROUNDS = true, IN_TILES = false;
     static int64_t block_bytes(int64_t n_in) { return n_in * OUTPUTS; }
     static int64_t scale_inputs(int64_t n_in) { return n_in; }
 
     template <int R, typename Number>
-    static void multiply(const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, Prefetch prefetch) {
-        __m512i sums[R][2] = {};
-        const char* weights = call.weights + output * call.n_in;
+    static void multiply(const Call<Number>& call, const Rounded& x, int64_t row, int64_t block, int piece, Prefetch prefetch) {
+        Ints sums[R][2] = {};
+        const char* weights = call.weights + block * block_bytes(call.n_in) + 4 * W * piece;
         add_steps(sums, weights, row_of(call, x, row), call.n_in, call.n_in, prefetch);
-        finish(call, x, row, output, sums);
+        finish(call, x, row, block * OUTPUTS + W * piece, sums);
     }
     template <typename Number>
     static const int8_t* row_of(const Call<Number>& call, const Rounded& x, int64_t row) { return x.bytes.get() + row * call.n_in; }
     template <int R, typename Number>
-    static void finish(const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, const __m512i (&sums)[R][2]) {
-        __m512 y[R][2];
+    static void finish(const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, const Ints (&sums)[R][2]) {
+        Floats y[R][2];
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {
-                const __m512i sum = _mm512_sub_epi32(sums[r][half], _mm512_set1_epi32(128u * x.sums[row + r]));
-                const __m512 scale = _mm512_mul_ps(load(call.scales + output + 16 * half), _mm512_set1_ps(x.scales[row + r]));
-                y[r][half] = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
+                const Ints sum = subtract(sums[r][half], spread((int32_t)(CENTRE * x.sums[row + r])));
+                const Floats scale = load(call.scales + output + 16 * half) * spread(x.scales[row + r]);
+                y[r][half] = to_floats(sum) * scale;
             }
         put(call, row, output, y);
     }
@@ -175,57 +155,49 @@ struct Int8Weights {
 // Weights (code - 8) * scale + zero, both bfloat16 for each GROUP of inputs; x in 8 bits, a scale for each of its groups.
 // A group of a block: 8 steps of a line, outputs 0 to 15 in the lower bits; scales; zeros, output 16 + i next to i.
 struct Int4Weights {
-    static constexpr int ROWS = 6, LINES = 1;
+    static constexpr int ROWS = ROWS_4, LINES = 1;
     static constexpr bool ROUNDS = true, IN_TILES = false;
     static constexpr int GROUP_BYTES = OUTPUTS * GROUP / 2 + 4 * OUTPUTS;
     static int64_t block_bytes(int64_t n_in) { return n_in / GROUP * GROUP_BYTES; }
     static int64_t scale_inputs(int64_t) { return GROUP; }
 
-    static void widen(const char* pairs, __m512 (&to)[2]) {
-        const __m512i bits = _mm512_loadu_si512(pairs);
-        to[0] = (__m512)_mm512_slli_epi32(bits, 16);
-        to[1] = (__m512)_mm512_and_si512(bits, _mm512_set1_epi32(0xffff0000));
-    }
     template <int R, typename Number>
-    static void multiply(const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, Prefetch prefetch) {
+    static void multiply(const Call<Number>& call, const Rounded& x, int64_t row, int64_t block, int piece, Prefetch prefetch) {
         const int64_t n_group = call.n_in / GROUP;
-        const char* weights = call.weights + output / OUTPUTS * block_bytes(call.n_in);
+        const char* weights = call.weights + block * block_bytes(call.n_in) + 4 * W * piece;
         const int8_t* bytes = x.bytes.get() + row * call.n_in;
-        const __m512i lower = _mm512_set1_epi8(15);
-        __m512 y[R][2] = {};
+        Floats y[R][2] = {};
         for (int64_t g = 0; g < n_group; ++g, weights += GROUP_BYTES) {
-            __m512i sums[R][2];
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm512_set1_epi32(-8u * x.sums[(row + r) * n_group + g]);
+            Ints sums[R][2] = {};
 #pragma GCC unroll 8
             for (int step = 0; step < 8; ++step) {
                 prefetch.step();
-                const __m512i codes = _mm512_loadu_si512(weights + step * 64);
-                const __m512i w0 = _mm512_and_si512(codes, lower), w1 = _mm512_and_si512(_mm512_srli_epi16(codes, 4), lower);
+                const Ints codes = load_words(weights + step * 64), w0 = lower_codes(codes), w1 = upper_codes(codes);
 #pragma GCC unroll 16
                 for (int r = 0; r < R; ++r) {
-                    const __m512i word = word_at(bytes + r * call.n_in + g * GROUP + 4 * step);
-                    add_products(sums[r][0], w0, word);
-                    add_products(sums[r][1], w1, word);
+                    const Ints word = word_at(bytes + r * call.n_in + g * GROUP + 4 * step);
+                    add_code_products(sums[r][0], w0, word);
+                    add_code_products(sums[r][1], w1, word);
                 }
             }
             prefetch.step();
             prefetch.step();
-            __m512 scale[2], zero[2];
-            widen(weights + 512, scale);
-            widen(weights + 576, zero);
+            const Ints scales = load_words(weights + 512), zeros = load_words(weights + 576);
+            const Floats scale[2] = {lower_bfloat16(scales), upper_bfloat16(scales)};
+            const Floats zero[2] = {lower_bfloat16(zeros), upper_bfloat16(zeros)};
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
                 const int64_t at = (row + r) * n_group + g;
-                const __m512 step = _mm512_set1_ps(x.scales[at]), sum = _mm512_set1_ps((int32_t)x.sums[at] * x.scales[at]);
+                const Floats step = spread(x.scales[at]), sum = spread((int32_t)x.sums[at] * x.scales[at]);
+                const Ints centre = spread((int32_t)(8u * x.sums[at]));
 #pragma GCC unroll 2
                 for (int half = 0; half < 2; ++half) {
-                    const __m512 of_codes = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][half]), step);
-                    y[r][half] = _mm512_fmadd_ps(of_codes, scale[half], _mm512_fmadd_ps(zero[half], sum, y[r][half]));
+                    const Floats of_codes = to_floats(subtract(sums_of_codes(sums[r][half]), centre)) * step;
+                    y[r][half] = fused(of_codes, scale[half], fused(zero[half], sum, y[r][half]));
                 }
             }
         }
-        put(call, row, output, y);
+        put(call, row, block * OUTPUTS + W * piece, y);
     }
 };
 
@@ -254,11 +226,11 @@ struct InTiles : Weights {
     // The second tile of rows is left out for up to 16 rows. A tile that would reach beyond the last row begins earlier:
     // rows that are computed twice get the same bits.
     template <int R, typename Number>
-    static void multiply(const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, Prefetch prefetch) {
+    static void multiply(const Call<Number>& call, const Rounded& x, int64_t row, int64_t block, int, Prefetch prefetch) {
         constexpr int N_TILE = R > 16 ? 2 : 1, STRIDE = 4 * OUTPUTS;
         const int n = height(call.n_row);
         const int64_t first[2] = {std::min(row, call.n_row - n), std::min(row + 16, call.n_row - n)};
-        const char* weights = call.weights + output / OUTPUTS * Weights::block_bytes(call.n_in);
+        const char* weights = call.weights + block * Weights::block_bytes(call.n_in);
         const auto *x0 = Weights::row_of(call, x, first[0]), *x1 = Weights::row_of(call, x, first[1]);
         const int64_t x_row = (Weights::row_of(call, x, 1) - Weights::row_of(call, x, 0)) * sizeof *x0;
         amx::zero<0>(), amx::zero<1>(), amx::zero<2>(), amx::zero<3>();
@@ -281,7 +253,7 @@ struct InTiles : Weights {
         for (int tile = 0; tile < N_TILE; ++tile)
             for (int r = 0; r < n; ++r) {
                 const __m512i halves[1][2] = {_mm512_load_si512(sums[tile][r]), _mm512_load_si512(sums[tile][r] + 16)};
-                Weights::finish(call, x, first[tile] + r, output, halves);
+                Weights::finish(call, x, first[tile] + r, block * OUTPUTS, halves);
             }
     }
 };
@@ -291,13 +263,18 @@ using InTiles = Weights;
 #endif
 
 template <typename Weights, int R = Weights::ROWS, typename Number>
-inline void multiply_rows(int n, const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, Prefetch prefetch) {
+inline void multiply_rows(int n, const Call<Number>& call, const Rounded& x, int64_t row, int64_t block, Prefetch prefetch) {
     if constexpr (Weights::IN_TILES) {
-        if (n > 16) return Weights::template multiply<32>(call, x, row, output, prefetch);
-        return Weights::template multiply<16>(call, x, row, output, prefetch);
+        if (n > 16) return Weights::template multiply<32>(call, x, row, block, 0, prefetch);
+        return Weights::template multiply<16>(call, x, row, block, 0, prefetch);
     }
-    if (n == R) return Weights::template multiply<R>(call, x, row, output, prefetch);
-    if constexpr (R > 1) multiply_rows<Weights, R - 1>(n, call, x, row, output, prefetch);
+    if (n == R) {
+        Weights::template multiply<R>(call, x, row, block, 0, prefetch);
+        prefetch.lines = 0;
+        for (int piece = 1; piece < PIECES; ++piece) Weights::template multiply<R>(call, x, row, block, piece, prefetch);
+        return;
+    }
+    if constexpr (R > 1) multiply_rows<Weights, R - 1>(n, call, x, row, block, prefetch);
 }
 
 template <typename Weights, typename Number>
@@ -336,7 +313,7 @@ void multiply(const Call<Number>& call, int n_thread) {
                     // The first group prefetches the whole next block, or the first two half of each step's lines.
                     const bool shares = Weights::LINES > 1 && n_group > 1;
                     const Prefetch prefetch{next + group * block_bytes / 2, shares ? group < 2 : group ? 0 : Weights::LINES};
-                    multiply_rows<Weights>(n, call, x, row, block * OUTPUTS, prefetch);
+                    multiply_rows<Weights>(n, call, x, row, block, prefetch);
                 }
             }
         }

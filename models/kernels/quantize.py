@@ -232,20 +232,25 @@ def check_scheme(scheme: str, device: torch.device | str, n_expert: int = 0) -> 
     if not on_cpu and (found := torch.cuda.get_device_capability(device)) < OLDEST_CAPABILITY:
         seen, required = "compute capability {}.{}".format(*found), "{}.{} or newer".format(*OLDEST_CAPABILITY)
         refuse(where, seen, required, "the GPU is too old for quantised weights", leave)
-    if scheme == "int8" and on_cpu and not torch.cpu._is_vnni_supported():
+    if scheme == "int8" and on_cpu and not (torch.cpu._is_vnni_supported() or linear_cpp.runs()):
         what = "int8 weights need a processor that multiplies 8-bit integers"
-        refuse(f"{where} int8", "a CPU without VNNI", "AVX-512 VNNI, or a GPU", what, f"use int4, or {leave}")
+        refuse(f"{where} int8", "a CPU without VNNI or AVX2", "AVX2, or a GPU", what, f"use int4, or {leave}")
 
 
-def takes_shape(shape: Sequence[int], scheme: str) -> bool:
-    """True if the scheme's kernels multiply weights of this shape, `[d_out, d_in]`."""
+def takes_shape(shape: Sequence[int], scheme: str, on_cpu: bool) -> bool:
+    """True if the scheme's kernels multiply weights of this shape, `[d_out, d_in]`. On a CPU without VNNI, PyTorch's
+    kernel for 8 bits is not exact."""
     d_out, d_in = shape
-    return d_in % 8 == d_out % 8 == 0 if scheme == "int8" else d_in % GROUP == 0 and d_out % 64 == 0
+    if scheme == "int4":
+        return d_in % GROUP == 0 and d_out % 64 == 0
+    if on_cpu and not torch.cpu._is_vnni_supported():
+        return linear_cpp.takes_shape(shape)
+    return d_in % 8 == d_out % 8 == 0
 
 
 def quantized_linear(weight: Tensor, bias: Tensor | None, scheme: str) -> nn.Module | None:
     """Return the layer in a scheme; None if the kernels do not take its shape."""
-    if not takes_shape(weight.shape, scheme):
+    if not takes_shape(weight.shape, scheme, runs_on_cpu(weight)):
         return None
     return Int8Linear(weight, bias) if scheme == "int8" else Int4Linear(weight, bias)
 
@@ -258,7 +263,8 @@ def quantize_linears(module: nn.Module, scheme: str) -> None:
             continue
         layer = quantized_linear(child.weight, child.bias, scheme)
         if layer is None:
-            steps = "multiples of 8" if scheme == "int8" else f"inputs a multiple of {GROUP}, outputs of 64"
+            step = 8 if torch.cpu._is_vnni_supported() or not runs_on_cpu(child.weight) else linear_cpp.BLOCK
+            steps = f"multiples of {step}" if scheme == "int8" else f"inputs a multiple of {GROUP}, outputs of 64"
             where = f"--quantize or --draft_weights {scheme}: this rank's part of {name}"
             seen, fix = f"{child.in_features} inputs, {child.out_features} outputs", "leave these weights as they are"
             refuse(where, seen, steps, "a layer's shape has no quantised kernel", fix)

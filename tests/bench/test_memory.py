@@ -23,7 +23,7 @@ from kv_cache.streaming import Streaming
 from models import ModelConfig, load_model
 from models.kernels.packed_linear import PackedLinear
 from models.storage import model_bytes
-from tests.support.machine import needs_vnni
+from tests.support.machine import needs_int8
 from tests.support.programs import in_child
 from tests.support.tiny import TINY
 
@@ -51,7 +51,7 @@ def test_weights_are_the_bytes_of_the_loaded_model(name: str, dtype: torch.dtype
     assert planned == loaded or (planned > loaded and dtype != torch.float32)
 
 
-@pytest.mark.parametrize("scheme", [pytest.param("int8", marks=needs_vnni), "int4"])
+@pytest.mark.parametrize("scheme", [pytest.param("int8", marks=needs_int8), "int4"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_quantised_weights_are_counted_as_they_are_stored(scheme: str, tied: bool) -> None:
     config = replace(WIDE, tie_embeddings=tied)

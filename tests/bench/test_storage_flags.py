@@ -17,7 +17,7 @@ from models import storage
 from models.kernels import linear_speed
 from models.storage import auto_draft_weights, auto_dtype
 from tests.support.hf_tiny import SHAPE
-from tests.support.machine import needs_vnni
+from tests.support.machine import needs_int8
 from tests.support.programs import benchmark
 
 LINEARS = [(128, 64), (64, 96)]
@@ -30,6 +30,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch):
     def make(bfloat16: bool, int8: bool) -> None:
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
         monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: int8)
+        monkeypatch.setattr("models.kernels.linear_cpp.runs", lambda: int8)
         monkeypatch.setattr("engine.drafters.model_drafter.can_pack", lambda device, dtype: bfloat16)
 
     return make
@@ -62,7 +63,7 @@ def test_a_target_is_stored_in_a_dtype_that_loses_nothing(device, bfloat16, publ
         ({"linears": [(128, 64), (64, 92)]}, None),
         ({"published": ["Q4_1", "Q8_0"]}, "int4"),
         ({"published": ["AWQ4", "bfloat16"]}, "int8"),
-        ({"published": ["Q4_1"], "linears": [(128, 64), (64, 24)]}, None),
+        ({"published": ["Q4_1"], "linears": [(128, 64), (64, 24)]}, "int8"),
     ],
 )
 def test_a_draft_has_few_bits_where_they_are_fastest(changed, scheme, cpu) -> None:
@@ -141,7 +142,7 @@ def run(tmp_path: Path):
     return run
 
 
-@needs_vnni
+@needs_int8
 def test_a_quantised_draft_changes_no_token(run):
     plain = run("selfspec", DRAFT)
     assert plain["draft_weights"] is None and plain["draft_kv_dtype"] == "float64"
@@ -156,7 +157,7 @@ def test_a_quantised_draft_changes_no_token(run):
         assert record["draft_kv_dtype"] == {"fp8": "float8_e4m3fn"}.get(kv_dtype, kv_dtype)
 
 
-@needs_vnni
+@needs_int8
 @pytest.mark.parametrize("flags", ["--quantize int8 --kv_dtype fp8", "--quantize int4"])
 def test_speculation_with_a_quantised_target_emits_its_plain_text(run, flags):
     """The draft `same` has the target's quantised weights."""
@@ -167,7 +168,7 @@ def test_speculation_with_a_quantised_target_emits_its_plain_text(run, flags):
     assert quantised["draft_weights"] == quantised["quantize"]
 
 
-@needs_vnni
+@needs_int8
 def test_a_standalone_draft_is_quantised_apart_from_the_target(run):
     record = run("longspec", f"{DRAFT} --quantize int4 --draft_weights int8")
     assert (record["quantize"], record["draft_weights"], record["identical_sequences"]) == ("int4", "int8", 3)

@@ -11,7 +11,7 @@ from engine.generation import GenerateOutput, Generation
 from engine.stats import Counts, RoundStats, Stats
 from terminal.latency import figures
 from tests.support.controllers import Clock
-from tests.support.machine import needs_vnni
+from tests.support.machine import needs_int8
 from tests.support.programs import Ended, run
 
 TICK = 0.001
@@ -40,7 +40,7 @@ def latency(checkpoint: Path, books: Path, clock: Clock):
     return latency
 
 
-@needs_vnni
+@needs_int8
 def test_a_table_of_models_and_their_quantised_forms(latency) -> None:
     """Every draft is accepted: two rounds of four tokens after the first one, or eight of one."""
     ended = latency("--draft_policy full --nb_prompts 3 --quantize int8 int4 int8", n_targets=2)

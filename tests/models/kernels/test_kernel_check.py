@@ -43,6 +43,7 @@ def cases_of(name: str) -> list[Case]:
     [
         *product(("pointwise", "noise"), ("native", "plain")),
         *product(("attention",), ("native", "plain", "AVX2", "widened", "emulated AMX")),
+        ("linear", "AVX2"),
         *(
             pytest.param("linear", build, marks=needs_bfloat16_products)
             for build in ("native", "widened", "emulated AMX")

@@ -11,7 +11,7 @@ from models.kernels import linear_cpp, quantize
 from models.kernels.packed_linear import PackedLinear
 from models.kernels.quantize import GROUP, Int4Linear, Int8Linear, quantize_groups
 from tests.support.fake_cuda_linear import cuda_linears
-from tests.support.machine import needs_vnni
+from tests.support.machine import needs_int8
 
 
 def weight_and_input(d_out: int, d_in: int, n_row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,7 +40,7 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(((got - wanted).norm(dim=1) / wanted.norm(dim=1)).max())
 
 
-@needs_vnni
+@needs_int8
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n_row,with_bias", [(1, False), (17, True)])
 def test_int8_is_the_product_of_rounded_factors(dtype, n_row, with_bias):
@@ -83,7 +83,7 @@ def test_int4_on_a_gpu_is_the_product_with_its_grid(monkeypatch, d_in):
 CONFIG = ModelConfig(
     vocab_size=256, n_layer=2, dim=128, n_head=2, n_kv_head=1, head_dim=64, ffn_dim=192, max_context=256
 )
-both_schemes = pytest.mark.parametrize("scheme", [pytest.param("int8", marks=needs_vnni), "int4"])
+both_schemes = pytest.mark.parametrize("scheme", [pytest.param("int8", marks=needs_int8), "int4"])
 
 
 def model_and_logits(dtype, scheme=None):

@@ -17,7 +17,7 @@ from models.kernels.packed_linear import PackedLinear, can_pack
 from models.kernels.pointwise import EAGER
 from models.kernels.quantize import Int4Linear, Int8Linear
 from models.kernels.row_bits import CHUNK, MOST_TESTED, multiply_rows
-from tests.support.machine import needs_cpp_compiler, needs_vnni
+from tests.support.machine import needs_cpp_compiler, needs_int8
 from tests.support.tiny import decode, random_prompts
 
 COUNTS = (*range(1, 65), 100, 112)
@@ -62,7 +62,7 @@ LAYERS = [
     pytest.param(PackedLinear, torch.float32, id="float32"),
     pytest.param(PackedLinear, torch.bfloat16, id="bfloat16"),
     *(
-        pytest.param(Int8Linear, dtype, marks=needs_vnni, id=f"int8 by {dtype}")
+        pytest.param(Int8Linear, dtype, marks=needs_int8, id=f"int8 by {dtype}")
         for dtype in (torch.float32, torch.bfloat16)
     ),
     pytest.param(Int4Linear, torch.bfloat16, id="int4 by bfloat16"),
@@ -99,7 +99,7 @@ STORAGES = [
     ("bfloat16", None, torch.bfloat16),
     ("bfloat16", None, torch.int8),
     ("bfloat16", "int4", torch.int8),
-    pytest.param("bfloat16", "int8", torch.int8, marks=needs_vnni),
+    pytest.param("bfloat16", "int8", torch.int8, marks=needs_int8),
 ]
 
 
