@@ -99,7 +99,7 @@ class DraftOptions:
     draft_text: Given[str] = None
     """suffix: file of a text in which matches are looked up, too, such as one that the answer repeats with changes"""
     keep_answers: Given[int] = None
-    """suffix: n-grams that it keeps of the answers to each of the latest 32 prompts, to draft by for requests of the
+    """suffix: contexts that it keeps of the answers to each of the latest 32 prompts, to draft by for requests of the
     same prompt (default: 0)"""
     markov_table: Given[str] = None
     """markov: a file that reproduce/markov_table.py or --ngram_cache wrote"""

@@ -62,7 +62,7 @@ class CostFlags:
     output: Output = field(default_factory=Output)
     machine: str | None = None
     """A100-40, A100-80, H100, H200, L40 or L40S, eight of them as 8xH100, or numbers in SI units, such as
-    8xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5; H200-MEASURED: with kernels as fast as they were measured there"""
+    8xbandwidth=2e12,ops=3e14,link=3e11,latency=1e-5; H200-MEASURED: with the rates of kernels in machines.toml"""
     records: str | None = None
     """in place of --machine: a file with records of runs that chose by `auto`, which measured costs and acceptance"""
     batches: Annotated[tuple[int, ...], arg(aliases=["--B", "--batch_size"])] = (1, 4, 8)  # rows decoded together

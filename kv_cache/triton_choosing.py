@@ -151,15 +151,15 @@ class TritonSelectionOps(SelectionOps):
 
 
 @cache
-def is_right(device: torch.device, dtype: torch.dtype) -> bool:
+def is_right(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """True if the kernel runs on a device and chooses as PyTorch does; else a note is printed."""
-    return works(partial(difference, device, dtype), "chooses entries")
+    return works(partial(difference, device, dtype, head_dim), "chooses entries")
 
 
-def difference(device: torch.device, dtype: torch.dtype) -> str | None:
+def difference(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Return how entries that the kernel chooses and copies, again and again, differ from PyTorch's; None if all are
     equal."""
-    generator, ops, shape = torch.Generator().manual_seed(0), TritonSelectionOps(), TrialShape()
+    generator, ops, shape = torch.Generator().manual_seed(0), TritonSelectionOps(), TrialShape(head_dim=head_dim)
     full, cache = FullKVCache(shape, 3, 640, device, dtype), VerifyTopK(96, 16).new_cache(shape, 3, 0, device, dtype)
     assert isinstance(cache, RefreshedKVCache)
     new = torch.randn(3, 640, 2, shape.n_kv_head, shape.head_dim, generator=generator)

@@ -17,7 +17,7 @@ def selection_ops(backend: AttentionBackend, entries: Tensor) -> SelectionOps:
     if triton_reads(entries):
         from kv_cache import triton_choosing
 
-        if triton_choosing.is_right(entries.device, entries.dtype):
+        if triton_choosing.is_right(entries.device, entries.dtype, entries.shape[-1]):
             return triton_choosing.TritonSelectionOps()
     return SelectionOps()
 

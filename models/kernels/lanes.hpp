@@ -5,7 +5,7 @@
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
 typedef __m512 Floats;
 typedef __m512i Ints;
-constexpr int W = 16, ROWS_16_AND_8 = 12, ROWS_4 = 6;  // rows of a group at most, by the bits of weights
+constexpr int W = 16, ROWS_16_AND_8 = 12, ROWS_4 = 6;  // ROWS: the most rows of x in a group, by the bits of a weight
 constexpr uint32_t CENTRE = 128;
 
 inline Floats load(const float* p) { return _mm512_loadu_ps(p); }

@@ -47,8 +47,10 @@ def runs() -> bool:
 
 
 def multiplies_best(weight: Tensor) -> bool:
-    """True if the kernel multiplies bfloat16 weights of this shape, with tiles of AMX if the CPU has them."""
-    return takes(weight) and (not torch.cpu._is_amx_tile_supported() or choose("linear").build == "AMX")
+    """True if the CPU multiplies bfloat16, and the kernel weights of this shape, with tiles of AMX if the CPU has them."""
+    if not torch.cpu._is_avx512_bf16_supported() or not takes(weight):
+        return False
+    return not torch.cpu._is_amx_tile_supported() or choose("linear").build == "AMX"
 
 
 def pack_bfloat16(weight: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from common.launch import missing_launcher
 from common.say import say
 from models.kernels.quantize import quantized_linear
 
+MORE_THAN_CACHED = 2**28  # bytes
+
 
 def graph_ms(device: str, call: Callable[[], object]) -> float:
     """Return the median ms of a call in a CUDA graph, where no launch waits for the host."""
@@ -24,12 +26,15 @@ def graph_ms(device: str, call: Callable[[], object]) -> float:
 @torch.inference_mode()
 def saves_time(scheme: str, shapes: Sequence[tuple[int, ...]], n_row: int, device: str) -> bool:
     """Return whether layers of these shapes `(d_out, d_in)`, one after another, multiply `n_row` rows faster in a
-    scheme than in bfloat16 on a GPU, and print why not. Measured once, in about a second after compilation."""
+    scheme than in bfloat16 on a GPU, and print why not. Measured once, in about a second after compilation, over as
+    many copies as exceed the GPU's cache."""
     if why := missing_launcher():
         say(f"draft weights stay as they are: {why}")
         return False
-    plain = [nn.Linear(d_in, d_out, bias=False, device=device, dtype=torch.bfloat16) for d_out, d_in in shapes]
-    inputs = [torch.randn(n_row, d_in, device=device, dtype=torch.bfloat16) for _, d_in in shapes]
+    n_copy = -(-MORE_THAN_CACHED // sum(2 * d_out * d_in for d_out, d_in in shapes))
+    every = [*shapes] * n_copy
+    plain = [nn.Linear(d_in, d_out, bias=False, device=device, dtype=torch.bfloat16) for d_out, d_in in every]
+    inputs = [torch.randn(n_row, d_in, device=device, dtype=torch.bfloat16) for _, d_in in every]
 
     def run(layers: Sequence[Any]) -> None:
         for layer, x in zip(layers, inputs, strict=True):

@@ -118,6 +118,8 @@ def read(benchmark: str, file: str, n: int, encoder: Encoder) -> tuple[Task, lis
         if not (isinstance(row, dict) and right_of(row) and isinstance(row.get("context"), str)):
             required = "lines with a text under `context`, and right answers under `answers` or `answer`"
             raise unreadable(path, f"line {number}: {str(row)[:80]}", required, "tasks")
+        if len(options := row.get("options") or ()) > (most := len(infinitebench.LETTERS)):
+            raise unreadable(path, f"line {number}: {len(options)} options", f"at most {most} options", "tasks")
     task = find_task(benchmark, rows[0][1].get("dataset") or path.stem)
     return task, [of_row(task, row, encoder) for _, row in rows]
 

@@ -54,6 +54,12 @@ def test_a_missing_flag_and_an_unknown_choice_are_refused_by_name():
     assert choices and choices[1] == "ngram, self"
 
 
+def test_usual_names_of_dtypes_lead_to_the_names_here():
+    for seen, meant in {"bf16": "bfloat16", "half": "float16", "fp32": "float32"}.items():
+        error = refused("--model", "m", "--dtype", seen)
+        assert error.endswith(f" {meant}") and "auto, bfloat16, float16, float32, float64" in error
+
+
 @pytest.mark.parametrize("words", ["--budget 64 --old_budget 128", "--budget=64 --budget 64", "--compile --compile"])
 def test_a_flag_that_is_given_twice_is_refused(words: str):
     refusal = refused("--model", "m", *words.split())
@@ -92,6 +98,10 @@ def test_errors_call_fields_as_the_program_does():
 def test_a_token_is_not_repeated():
     for flags in (["--hf_tok", "hf_secret"], ["--hf_token", "hf_secret", "--no_such_flag"], ["hf_secret"]):
         assert "hf_secret" not in run("download.py", flags).refusal
+
+
+def test_the_batch_size_has_its_usual_name_too():
+    assert "--B" in run(BENCHMARKS[0], ["--batch_size", "many"]).refusal
 
 
 @pytest.mark.parametrize("program", [*BENCHMARKS, "foretoken.py", *TERMINAL, COST_MODEL])

@@ -102,10 +102,11 @@ def test_layers_of_a_scheme_are_timed_next_to_bfloat16(ms, monkeypatch, capsys) 
         return ms if seen[-1][0] == "Int4Linear" else 2.0
 
     monkeypatch.setattr(linear_speed, "missing_launcher", lambda: None)
+    monkeypatch.setattr(linear_speed, "MORE_THAN_CACHED", 2 * (2 * 128 * 64 * 2) + 1)
     monkeypatch.setattr(linear_speed, "graph_ms", timed)
     linear_speed.saves_time.cache_clear()
     assert linear_speed.saves_time("int4", ((128, 64), (64, 128)), 3, "cpu") == (ms < 2)
-    assert seen == [("Int4Linear", 2), ("Linear", 2)] and ("int4 takes 3.000 ms" in capsys.readouterr().err) == (ms > 2)
+    assert seen == [("Int4Linear", 6), ("Linear", 6)] and ("int4 takes 3.000 ms" in capsys.readouterr().err) == (ms > 2)
     linear_speed.saves_time.cache_clear()
 
 

@@ -186,7 +186,9 @@ def test_groups_are_packed_into_4_bits_as_the_reference_does(stored, group, head
 def test_kernels_that_choose_or_pack_otherwise_are_not_used(monkeypatch, capsys):
     """Kernels are compared on the device where they first run."""
     cpu, planned = torch.device("cpu"), triton_packing.plan_packing
-    assert triton_choosing.difference(cpu, torch.float32) is triton_choosing.difference(cpu, torch.int8) is None
+    assert (
+        triton_choosing.difference(cpu, torch.float32, 64) is triton_choosing.difference(cpu, torch.int8, 128) is None
+    )
     assert quantized.difference(triton_packing, cpu, torch.float32, 64, 16) is None
     monkeypatch.setattr(triton_packing, "plan_packing", lambda entries, *given: planned(entries.flip(0), *given))
     assert "False" in str(quantized.difference(triton_packing, cpu, torch.float32, 64, 16))
@@ -195,5 +197,5 @@ def test_kernels_that_choose_or_pack_otherwise_are_not_used(monkeypatch, capsys)
     for wrong in wrongs:
         monkeypatch.setattr(triton_choosing, "plan_choice", wrong)
         triton_choosing.is_right.cache_clear()
-        assert not triton_choosing.is_right(cpu, torch.float32) and capsys.readouterr().err
+        assert not triton_choosing.is_right(cpu, torch.float32, 64) and capsys.readouterr().err
     triton_choosing.is_right.cache_clear()

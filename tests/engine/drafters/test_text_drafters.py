@@ -129,13 +129,16 @@ def test_a_request_does_not_know_what_its_random_numbers_drew_before():
     assert guesses(Markov(tiny_runner(3), 3, table), first._replace(noise_key=None)) == [2, 3, 4]
 
 
-@pytest.mark.parametrize("kind", ["cache", "combined", "another text"])
+@pytest.mark.parametrize("kind", ["cache", "combined", "another text", "kept answers"])
 def test_what_was_kept_leaves_the_joint_law_as_it_is(kind: str):
     """Requests run twice in rejection mode: the second time, the drafter has all of their tokens, and a third time with
     other numbers; or it drafts by a text that no request drew."""
     groups = irregular_groups(N_REQUESTS, 211, (PLAIN,))
     runner = ModelRunner(TARGET, FullKVCache(TARGET.config, N_REQUESTS // 3, ROOM, dtype=TARGET.dtype))
-    drafter = NGramCache(runner, 2, max_ngram=6) if kind != "another text" else Suffix(runner, 2, PROMPTS[1] * 4)
+    drafter = {
+        "another text": lambda: Suffix(runner, 2, PROMPTS[1] * 4),
+        "kept answers": lambda: Suffix(runner, 2, keep_answers=999),
+    }.get(kind, lambda: NGramCache(runner, 2, max_ngram=6))()
     if kind == "combined":
         cache = StreamingKVCache(TARGET.config, runner.max_batch, 4, 1, dtype=TARGET.dtype)
         drafter = Combined(runner, SelfSpeculation(runner, cache, 2), [drafter], 3)

@@ -1,6 +1,7 @@
 """Kernels are checked before they are used: a wrong build is found, and the next right build takes its place."""
 
 import os
+import platform
 import subprocess
 from functools import cache, partial
 from importlib import import_module
@@ -54,6 +55,15 @@ def test_builds_are_right(name, build):
     suite: Any = import_module(cpp_build.KERNELS[name].cases)
     candidate = suite.candidate(cpp_build.open_library(cpp_build.build_library(name, build)))
     assert [case.what for case in cases_of(name) if not case.error(candidate) <= case.allowed] == []
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
+@pytest.mark.parametrize("flag", ["-DNATIVE", "-DAMX", "-DWIDENED"])
+def test_the_linear_kernel_compiles_for_cpus_with_avx512(flag: str) -> None:
+    """This CPU may lack the instructions."""
+    command = ["g++", *cpp_build.COMPILE, "-march=sapphirerapids", flag, "-fsyntax-only"]
+    source = cpp_build.KERNELS["linear"].source
+    assert subprocess.run([*command, str(source)], cwd=cpp_build.ROOT, capture_output=True).returncode == 0
 
 
 def attention_of(build: str, storage: torch.dtype) -> list[torch.Tensor]:
