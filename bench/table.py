@@ -219,9 +219,10 @@ def notes(record: dict[str, Any], automatic: Sequence[str]) -> list[str]:
         found.append(
             f"too few rounds with all rows busy for a speedup, {record['steady_rounds']}: use a longer --gen_len"
         )
-    elif (
-        record.get("sequences", 0) <= record.get("B", 0)
-        and (lost := 1 - (ratio(record.get("wall_speedup"), record["speedup"]) or 1)) > MOST_LOST
-    ):
-        found.append(f"rows that ended first left {lost:.0%} of the speedup unused: --num_prompts fills their places")
+    elif record.get("sequences", 0) <= record.get("B", 0):
+        lost = 1 - (ratio(record.get("wall_speedup"), record["speedup"]) or 1)
+        if lost > MOST_LOST:
+            found.append(
+                f"rows that ended first left {lost:.0%} of the speedup unused: --num_prompts fills their places"
+            )
     return found

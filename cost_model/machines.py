@@ -26,8 +26,8 @@ class Machine:
     fewest rows of queries that attention multiplies. packs_group: True if heads that share KV are rows of the same
     tile, also for several tokens. unexplained: seconds of a forward that no other number explains. linear,
     linear_8_bits, linear_4_bits, attention: shares of the bandwidth that products with weights in 16, 8 and 4 bits and
-    attention reach. kernels: how many a layer has; norm, QKV, rotation, append, attention, combination, output, norm, up
-    and gate, product, down."""
+    attention reach. kernels: the number in a layer (norm, QKV, rotation, append, attention, combination, output, norm,
+    up and gate, product, down)."""
 
     bandwidth: float
     ops: float

@@ -120,8 +120,8 @@ def match_parts(
     ignored: Collection[str] = (),
     fix: str = USE_PLAIN,
 ) -> dict[str, tuple[SourceTensor, ...]]:
-    """Find every part of every tensor. Raises CheckpointError for one missing, misshapen or unknown, unless it is ignored
-    or a bias of zeros, which is read to find out."""
+    """Find every part of every tensor. Raises CheckpointError for one missing, misshapen or unknown, unless that is
+    ignored, or a bias that is read and is 0."""
     required = dict(part for stacked in parts.values() for part in stacked)
     check_names(folder, tensors, required, fix)
     unknown = sorted(tensors.keys() - required.keys() - set(ignored))

@@ -47,7 +47,8 @@ def runs() -> bool:
 
 
 def multiplies_best(weight: Tensor) -> bool:
-    """True if the CPU multiplies bfloat16, and the kernel weights of this shape, with tiles of AMX if the CPU has them."""
+    """True if the kernel multiplies bfloat16 weights of this shape by instructions for bfloat16, and in tiles of AMX if
+    there are any."""
     if not torch.cpu._is_avx512_bf16_supported() or not takes(weight):
         return False
     return not torch.cpu._is_amx_tile_supported() or choose("linear").build == "AMX"

@@ -25,8 +25,8 @@ def word(answer: str, right: Sequence[str], choices: Sequence[str]) -> float:
 
 
 def choice(answer: str, right: Sequence[str], choices: Sequence[str]) -> float:
-    """Return 1 if the first letter of an option that stands alone, and is no article, is the right one's, or else if the
-    answer begins with the right option. right: the option, its letter, or both."""
+    """Return 1 if the first letter of an option that stands alone, and is no article, is the right one's, or else if
+    the answer begins with the right option. right: the option, its letter, or both."""
     letters = [LETTERS[choices.index(each)] if each in choices else each for each in right]
     found = re.search(r"\b(?:[B-D]|A(?! [a-z]))\b", answer)
     return float(found[0] in letters if found else answer.strip().startswith((*right,)))

@@ -16,7 +16,7 @@ from engine.drafters.medusa import MedusaConfig
 from kv_cache.full import Full
 from models.checkpoints.hf_config import config_from_json
 from models.heads.loading import find_head
-from tests.support.machine import needs_int8
+from tests.support.machine import needs_vnni
 from tests.support.programs import benchmark, run
 from tests.support.published_heads import dflash_tensors, eagle_config, eagle_tensors, medusa_tensors, save_head
 from tests.support.rank_jobs import N_PROMPTS, SIZES, Models
@@ -61,7 +61,7 @@ def arguments(models: Models, head: Path, flags: str) -> list[str]:
         ("eagle-1", "eagle", "--draft_budget 24 --draft_dtype same --gamma auto --draft_positions cache", 24),
         ("peagle", "eagle", f"--draft_budget 24 --draft_dtype same --gamma 3 {SAMPLED}", 24),
         ("dflash", "dflash", f"--draft_budget 24 --gamma auto {SAMPLED}", 24),
-        pytest.param("dflash", "dflash", f"{IN_8_BITS} --gamma 3 {SAMPLED}", 76, marks=needs_int8),
+        pytest.param("dflash", "dflash", f"{IN_8_BITS} --gamma 3 {SAMPLED}", 76, marks=needs_vnni),
         ("dflash", "dflash", f"{IN_4_BITS} --gamma 2 --text_drafts suffix", 75),
         ("dflash", "dflash", f"--draft_budget 20 --draft_positions cache --gamma 4 {REJECTION}", 20),
     ],
