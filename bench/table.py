@@ -17,8 +17,8 @@ from engine.stats import acceptance_text, with_error
 
 def reads_text(record: Mapping[str, Any]) -> str | None:
     """Return what a draft step reads, such as `int4 weights (31%), 512 entries (7%)`: the shares are of the bytes of
-    the target's weights, and of the entries of a row at its end. None for a draft without a cache."""
-    if record.get("draft_weights_share") is None:
+    the target's weights, and of the entries of a row at its end. None for a draft without a cache, and for gamma 0."""
+    if record.get("draft_weights_share") is None or record.get("gamma") == 0:
         return None
     form, budget, share = (record[f"draft_{name}"] for name in ("weights", "budget", "entries_share"))
     weights = f"{form or record['draft_dtype']} weights ({record['draft_weights_share']:.0%})"
@@ -187,7 +187,7 @@ def _chosen(record: dict[str, Any]) -> str:
 
 def attribution(record: dict[str, Any]) -> list[str]:
     """Return a sentence on what a draft over a cache can gain by."""
-    if (weights := record.get("draft_weights_share")) is None or "rows" in record:
+    if (weights := record.get("draft_weights_share")) is None or record.get("gamma") == 0 or "rows" in record:
         return []
     drops, kv = record["draft_entries_share"] < 1, record["draft_kv_share"]
     ways = ["cheaper weights"] * (weights < 1) + ["fewer entries" if drops else "smaller entries"] * (kv < 1)

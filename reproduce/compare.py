@@ -260,13 +260,14 @@ def main(flags: Flags) -> None:
         append_record(flags.output.output, record)
         records.append(record)
     rows = with_differences(summary_rows(records), [f"drafter={configs[0][0]}"])
-    notes = ["  *: slower than plain decoding"] if any(row.get("speedup") for row in rows) else []
+    table = console(rows, shown(of(COLUMNS), rows))
+    notes = ["  *: slower than plain decoding"] if "*" in table else []
     if any(row["difference"] for row in rows):
         notes.append(f"  difference: of the acceptance from that of {configs[0][0]} on the same text, 95% interval")
     if any(row.get("contended") for row in rows):
         notes.append("  threads waited for processors: no speedup here is to be trusted")
     summary = {"benchmark": "compare_summary", "rows": bench.rounded(rows), **provenance()}
-    publish(None, records[0] if len(records) == 1 else summary, console(rows, shown(of(COLUMNS), rows)), *notes)
+    publish(None, records[0] if len(records) == 1 else summary, table, *notes)
 
 
 if __name__ == "__main__":

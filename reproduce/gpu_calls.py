@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from common import cli
 from common.checkout import ROOT
 from common.errors import refuse
@@ -70,6 +72,9 @@ def main(flags: Flags) -> None:
         sys.exit(subprocess.run([*pip, *PLAN["pip"], *PLAN["packages"]]).returncode)
     if flags.call is None:
         refuse("call", "nothing", "a or b", fix="add --call a")
+    if not torch.cuda.is_available():
+        refuse("the machine", "no CUDA device", "a CUDA device that PyTorch sees", fix="run this on a machine with one")
+    say(f"outputs and records: {flags.output}")
     if run_steps(PLAN[flags.call], flags.output):
         sys.exit(1)
 

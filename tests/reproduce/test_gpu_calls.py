@@ -39,5 +39,6 @@ def test_planned_steps_fit_and_name_what_exists(call: str, seconds: int) -> None
             assert cells and {*cells} <= {*gpu_speed.CELLS}
 
 
-def test_a_call_has_to_be_named() -> None:
+def test_a_call_has_to_be_named_and_needs_a_gpu() -> None:
     assert "--call a" in run("reproduce/gpu_calls.py", []).refusal
+    assert "CUDA" in run("reproduce/gpu_calls.py", ["--call", "a"]).refusal
