@@ -31,7 +31,7 @@ class Multiprocessors(NamedTuple):
 
 
 def multiprocessors(device: torch.device) -> Multiprocessors:
-    """Return the multiprocessors of a GPU, or the default for launches without one."""
+    """Return the multiprocessors of a GPU, or the default for launches without a GPU."""
     if device.type != "cuda":
         return Multiprocessors()
     found = torch.cuda.get_device_properties(device)

@@ -104,7 +104,7 @@ class Suffix(HostDrafter):
             n_prompt, key = update.verified.start or len(update.tokens), update.noise_key
             prompt = hash(tuple(update.tokens[:n_prompt]))
             table = self._kept.pop(prompt, None)
-            # A row keeps the table that it began with, and new requests get another: one without its random numbers.
+            # A row keeps the table that it began with; new requests get a table that knows no drawn numbers yet.
             if table is None or len(table.drawn) >= self._size:
                 table = NGramTable(ORDER, self._size)
             self._kept[prompt] = table

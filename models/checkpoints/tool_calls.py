@@ -25,7 +25,8 @@ INSIDE = re.compile(r'"|[^"\\]+|\\(?:[^u]|u(?:[dD][89abAB]..\\u....|(?![dD][89ab
 class ToolCallParser:
     """Separates calls from the rest of a growing text. names: tools; a call of another tool is text. most: calls beyond
     that many are dropped. found: the calls, once the text has ended, each with `name` and `arguments` in JSON. parts:
-    what the last text added to calls, as they are written if the name is first, also to one that is none after all."""
+    what the last text added to calls, as they are written if the name is first, also to text that proves to be no
+    call."""
 
     names: Collection[str] = ()
     most: int | None = None

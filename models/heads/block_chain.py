@@ -1,5 +1,7 @@
 """Parts of DSpark and DFlash 2 heads: what ties the drafts of a block to each other, next to its layers' attention."""
 
+from abc import abstractmethod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from models.llama import Block, Embedding, Linear, Step
 class BlockChain(nn.Module):
     """Base of what makes a draft depend on the token before it."""
 
+    @abstractmethod
     def forward(
         self, known: Tensor, state: Tensor, token: Tensor, memory: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
@@ -18,7 +21,6 @@ class BlockChain(nn.Module):
 
         known: logits by `state [B, dim]` alone. memory: of the draft before; None for the first of a block.
         """
-        raise NotImplementedError
 
 
 class MarkovHead(BlockChain):

@@ -20,16 +20,16 @@ def hidden(rng: random.Random, facts: Sequence[str], sentences: Sequence[str], n
 
 
 def needles(
-    rng: random.Random, words: Sequence[str], haystack: Sequence[str], n: int, n_key: int, n_value: int, n_asked: int
+    rng: random.Random, words: Sequence[str], haystack: Sequence[str], n: int, n_key: int, n_value: int, n_queried: int
 ) -> Text:
-    """Hide `n_value` numbers for each of `n_key` words in `n` sentences of the haystack, and ask for those of `n_asked`
+    """Hide `n_value` numbers for each of `n_key` words in `n` sentences of the haystack, and query those of `n_queried`
     words."""
     keys, numbers = rng.sample(words, n_key), rng.sample(range(10**6, 10**7), n_key * n_value)
-    told = [(key, str(number)) for key, number in zip(keys * n_value, numbers, strict=True)]
-    facts = [f"The secret number for {key} is {number}." for key, number in told]
-    asked = keys[:n_asked]
+    pairs = [(key, str(number)) for key, number in zip(keys * n_value, numbers, strict=True)]
+    facts = [f"The secret number for {key} is {number}." for key, number in pairs]
+    queried = keys[:n_queried]
     text = hidden(rng, rng.sample(facts, len(facts)), haystack, n)
-    return text, " and ".join(asked), [number for key, number in told if key in asked]
+    return text, " and ".join(queried), [number for key, number in pairs if key in queried]
 
 
 def variables(rng: random.Random, words: Sequence[str], haystack: Sequence[str], n: int, n_variable: int) -> Text:

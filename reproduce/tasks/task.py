@@ -104,8 +104,8 @@ def made(task: Task, n: int, encoder: Encoder, seed: int, dataset: str) -> tuple
     def example(number: int, size: int) -> Example:
         rng = random.Random(f"{seed} {task.name} {number}")
         haystack = sentences if task.haystack == "book" else ruler.NOISE
-        context, asked, right = ruler.TEXTS[task.make](rng, words, haystack, size, **task.options)
-        return Example(encoder.ids(task, context=context, input=asked), right)
+        context, question, right = ruler.TEXTS[task.make](rng, words, haystack, size, **task.options)
+        return Example(encoder.ids(task, context=context, input=question), right)
 
     return task, [encoder.longest(task, encoder.most, partial(example, number)) for number in range(n)]
 

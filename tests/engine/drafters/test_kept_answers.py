@@ -74,7 +74,7 @@ def test_what_is_kept_stays_within_its_bound(keyed: bool):
     assert n_guessed > 100 and len(drafter._kept) == N_PROMPTS
 
 
-class Told(Progress):
+class DraftsByRequest(Progress):
     """Keeps the draft tokens of requests, by index."""
 
     def __init__(self) -> None:
@@ -105,12 +105,12 @@ def test_samples_of_two_prompts_share_drafts_and_change_no_token(mode: str):
     plain = generate(runner, [prompt for _, (prompt, _) in each], max_new_tokens=limits, **how).tokens
     rounds = {}
     for keep_answers in (0, 5000):
-        told = Told()
+        proposed = DraftsByRequest()
         decoder = Decoder(
             runner,
             drafter=Suffix(runner, 3, keep_answers=keep_answers),
             verification=mode,
-            progress=told,
+            progress=proposed,
             reuses="prefixes",
             prefill_tokens=8,
         )
@@ -127,6 +127,6 @@ def test_samples_of_two_prompts_share_drafts_and_change_no_token(mode: str):
             for i, request in enumerate(requests):
                 assert request.tokens == (plain[i][: len(request.tokens)] if i in (2, 4) else plain[i])
                 of_prompt = {token for other in range(i % 2, 10, 2) for token in plain[other]}
-                assert told.drafts[i] <= of_prompt | {*request.prompt}
+                assert proposed.drafts[i] <= of_prompt | {*request.prompt}
             rounds[keep_answers, turn] = sum(request.counts.rounds for request in requests)
     assert rounds[5000, 0] < rounds[0, 0] and rounds[5000, 1] < 0.6 * rounds[0, 1]
