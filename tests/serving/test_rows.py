@@ -57,14 +57,6 @@ def test_rows_are_no_longer_than_the_context(chat_checkpoint, capsys):
     assert "--max_length 400" in capsys.readouterr().err
 
 
-def test_rejection_accepts_drafts(chat_checkpoint):
-    with serving(chat_checkpoint, "--verification rejection") as server:
-        assert server.get("/info").json["verification"] == "rejection"
-        details = server.generate("abc", max_new_tokens=60, temperature=0.7, seed=1)["details"]
-        assert details["generated_tokens"] == 60 or details["finish_reason"] == "eos_token"
-        assert details["speculation"]["accepted"] > 0
-
-
 def test_verified_drafts_are_logged(chat_checkpoint, tmp_path, capsys):
     """As many as the answers say; when the file can no longer be written, answers go on."""
     logged = tmp_path / "verified.jsonl"
