@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.jsonl import append_record, parse_json, read_lines, require_appendable
+from common.jsonl import append_record, read_lines, require_appendable
 from common.provenance import git_commit
 
 N_RECORDS = 400
@@ -68,14 +68,6 @@ def test_a_damaged_line_is_named(path):
     damaged = ['{"a": 1,, "b": "{"}', '{"a": 1}}']
     path.write_text("\n".join([*damaged, TOO_DEEP, TOO_LONG]))
     assert list(read_lines(path)) == [*enumerate(damaged, 1), (3, IS_DEEP), (4, IS_LONG)]
-
-
-@pytest.mark.parametrize(
-    ("text", "why"), [(TOO_DEEP, IS_DEEP), (TOO_LONG, IS_LONG), (b"\xff", "codec"), ("{", "Expecting")]
-)
-def test_json_beyond_limits_is_not_called_damaged(text, why):
-    with pytest.raises(ValueError, match=why):
-        parse_json(text)
 
 
 def test_a_file_of_another_kind_is_named_as_such(path):

@@ -69,13 +69,6 @@ def test_a_table_says_which_file_or_column_is_missing(tmp_path: Path, name: str,
     assert said in run("reproduce/tables.py", [name, str(file)]).refusal
 
 
-def test_a_table_names_what_its_records_lack_and_takes_other_conditions(tmp_path: Path):
-    file, row = tmp_path / "other.jsonl", {"prefix_len": 60, "draft_policy": "streaming", "text": "book"}
-    file.write_text(json.dumps({"rows": [row | {"text": text} for text in ("book", "greedy")]}) + "\n")
-    ended = run("reproduce/tables.py", ["policies", str(file), "--where", "text=book"])
-    assert ended.code == 0 and "book" in ended.out and "greedy" not in ended.out and "no record has: book" in ended.err
-
-
 def test_the_page_of_the_server_names_every_field_of_requests():
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
     names = {*schemas.NEUTRAL}

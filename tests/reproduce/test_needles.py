@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from common.errors import ConfigError
 from reproduce.helpers.batches import KINDS, LATEST, needles
 
 TEXTS = [[1] * 2400, [2] * 2100, [3] * 2250]
@@ -31,8 +30,3 @@ def test_needles_stand_early_and_answers_repeat_them(kind):
         assert right.startswith(said) and len(right) - len(said) < 8
     assert needles(kind, TEXTS, encode, 7)[1] == [answer[:7] for answer in answers]
     assert needles(kind, TEXTS, encode, 99) == (prompts, answers) != needles(kind, TEXTS, encode, 99, seed=1)
-
-
-def test_a_short_prompt_has_no_room_for_a_fact():
-    with pytest.raises(ConfigError, match="has no room for facts"):
-        needles("multikey", [[1] * 200], encode, 99)

@@ -66,33 +66,6 @@ def test_what_has_no_number_is_left_out_and_counted(draw, tmp_path: Path):
         assert (tmp_path / "figures" / f"own.{kind}").stat().st_size
 
 
-def test_stretches_of_a_run_are_points_over_the_generated_tokens(draw):
-    runs = [record(8, 1.5, draft_policy=policy) for policy in ("streaming", "snapkv")]
-    for run_ in runs:
-        run_["by_length"] = [{"generated": [250 * i, 250 * i + 250], "speedup": 1 + i / 8} for i in range(4)]
-    ended = draw(runs, "--x", "generated_tokens", "--y", "speedup")
-    assert ended.code == 0 and "speedup over generated_tokens: 8 of 8" in ended.out, ended.err
-
-
-def acceptance(policy: str, text: str, rate: float, budget: int = 64) -> Record:
-    option = {"n_sink": 4} if policy == "streaming" else {"snapkv_window": 32}
-    row = {"text": text, "draft_policy": policy, "draft_budget": budget, "acceptance_rate": rate, **option}
-    return record(2, None) | row
-
-
-def test_policies_and_texts_are_lines_over_the_budget(draw):
-    kinds = [(policy, text) for policy in ("streaming", "snapkv") for text in ("book", "sampled")]
-    rows = [acceptance(*kind, rate=0.5 + place / 10) for place, kind in enumerate(kinds)]
-    rows += [acceptance(*kind, rate=0.9, budget=128) for kind in kinds]
-    assert choose_x(rows) == "draft_budget"
-    found = lines(rows, "draft_budget", "acceptance_rate")
-    [streaming] = [line for label, line in found.items() if "streaming" in label and "book" in label]
-    assert len(found) == 4 and [point[:2] for point in streaming] == [(64, 0.5), (128, 0.9)]
-    rows.append(acceptance("full", "book", 0.95) | {"draft_budget": None})  # a level
-    ended = draw([{"benchmark": "acceptance", "rows": rows}], "--where", "text=book", "--facet", "prefix_len")
-    assert ended.code == 0 and "5 of 5 rows" in ended.out
-
-
 @pytest.mark.parametrize(
     ("given", "flags"),
     [

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from bench import passes
-from common.errors import DataError, UserError
+from common.errors import UserError
 from models.checkpoints.tokenizer import load_tokenizer
 from reproduce.tasks.infinitebench import METRICS as INFINITEBENCH
 from reproduce.tasks.longbench import METRICS as LONGBENCH
 from reproduce.tasks.ruler import METRICS as RULER
-from reproduce.tasks.task import BENCHMARKS, Encoder, Example, find_task, made, read
+from reproduce.tasks.task import BENCHMARKS, Encoder, find_task, made, read
 
 SCRIPT = "reproduce/compare.py"
 NAMES = [name for name, value in BENCHMARKS["ruler"].items() if isinstance(value, dict)]
@@ -28,13 +28,6 @@ def joining(text: str, split: Any) -> SimpleNamespace:
 
 
 TOKENIZERS = {"characters": joining("", list), "words": joining(" ", str.split)}
-
-
-class Template:
-    """Encloses a message in brackets."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.encode = lambda messages: tokenizer.encode(f"[ {messages[0]['content']} ]")
 
 
 @pytest.fixture(scope="module")
@@ -75,23 +68,6 @@ def test_a_text_of_ruler_has_its_answers_and_fits(name: str, tokenizer, book: st
                 assert len(example.prompt) > most - 40, "another sentence does not fit"
 
 
-def test_texts_depend_on_seed_and_number_alone(tokenizer, book: str):
-    task, encoder = find_task("ruler", "niah_multikey_1"), Encoder(tokenizer, None, 900)
-    examples, more, others = (made(task, n, encoder, seed, book)[1] for n, seed in ((3, 7), (4, 7), (3, 8)))
-    assert examples == more[:3] and len({each.right[0] for each in (*more, *others)}) == 7
-
-
-def test_a_chat_template_has_the_question_and_not_the_opening(book: str):
-    words = TOKENIZERS["words"]
-    encoder = Encoder(words, Template(words), 150)
-    _, (example,) = made(find_task("ruler", "vt"), 1, encoder, 0, book)
-    text = " ".join(example.prompt)
-    assert text.startswith("[ Text: VAR QUX") and len(example.prompt) in range(145, 151)
-    number = re.search(r"Which variables have the value (\d{5}), at first or by another variable\? \] Answer:", text)
-    assert number and text.endswith(f"Answer: The variables with the value {number[1]} are")
-    assert encoder.ids(find_task("longbench", "trec"), context="a", input="b") == ["a", "b"], "no chat"
-
-
 METRIC_CASES = [
     (RULER, "share", "It is 12 and ABCDE", ["12", "abcde", "77"], (), 2 / 3),
     (RULER, "share", "none", ["12"], (), 0),
@@ -123,13 +99,6 @@ METRIC_CASES = [
 @pytest.mark.parametrize(("metrics", "name", "answer", "right", "choices", "score"), METRIC_CASES)
 def test_metrics_by_hand(metrics: dict, name: str, answer: str, right: list[str], choices: list[str], score: float):
     assert metrics[name](answer, right, choices) == pytest.approx(score)
-
-
-def test_the_line_that_counts_is_the_first():
-    trec, hotpotqa = (find_task("longbench", name) for name in ("trec", "hotpotqa"))
-    example = Example([], ["food"], ["food", "city"])
-    assert trec.scores([example] * 2, ["\nfood\ncity", "city\nfood"]) == [1, 0]
-    assert hotpotqa.scores([example], ["a\nfood"]) == [1]
 
 
 def write(folder: Path, name: str, *rows: Any) -> str:
@@ -173,12 +142,6 @@ def test_files_that_cannot_be_scored_are_refused(tmp_path: Path, tokenizer, name
     path = str(tmp_path / name) if rows is None else write(tmp_path, name, *rows)
     with pytest.raises(UserError, match=message):
         read("infinitebench", path, 2, Encoder(tokenizer, None, 100))
-
-
-def test_a_book_of_few_words_is_refused(tmp_path: Path, tokenizer):
-    (path := tmp_path / "few.txt").write_text("Hardly enough letters.")
-    with pytest.raises(DataError, match="too few words"):
-        made(find_task("ruler", "niah_single_1"), 1, Encoder(tokenizer, None, 900), 0, str(path))
 
 
 FLAGS = "--B 2 --device cpu --dtype float64 --gamma 2 --draft_dtype same --draft_budget 40 --rope_scaling linear:4"

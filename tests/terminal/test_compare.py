@@ -116,15 +116,6 @@ def test_what_is_piped_is_plain_lines_and_a_record(checkpoint: Path, prompts: Pa
     assert json.loads((tmp_path / "out.jsonl").read_text()) == record
 
 
-def test_samples_are_those_of_plain_decoding_by_default(checkpoint: Path, prompts: Path) -> None:
-    """With every draft, so that drafts are compared on one text."""
-    flags = f"{checkpoint} {{}} --prompts {prompts} --gen_len 24 --dtype float64 --device cpu --temperature 1 --seed 3"
-    records = [run(COMPARE, flags.format(draft).split()).record for draft in ("self --draft_budget 16", "ngram")]
-    assert [(one["verification"], one["identical_sequences"]) for one in records] == [("coupled", 3)] * 2
-    assert len({one["tokens_sha256"] for one in records}) == 1
-    assert len({one["acceptance_rate"] for one in records}) == 2, "the drafts are meant to differ"
-
-
 def test_the_page_is_whole_and_escaped(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
     """Every text is there, and nothing of a text is taken for HTML, or loaded."""
     page, rows = tmp_path / "page.html", tmp_path / "rows.jsonl"

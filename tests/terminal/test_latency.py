@@ -107,11 +107,3 @@ def test_percentiles_are_of_prompts_and_tokens_per_second_of_all() -> None:
     assert row["ms_per_token"] == pytest.approx([10, *range(1, 10), 100])
     assert (row["median_ms"], row["p90_ms"], row["spread_ms"]) == pytest.approx((6, 10, 8))
     assert row["tokens_per_second"] == pytest.approx(22 / (0.002 * 155))
-
-
-def test_every_row_waits_for_a_round() -> None:
-    """Three rows, one of which ends early: each of the others has 4 tokens after 3 ms."""
-    row = figures([decoded((0.001, 3, 6), (0.002, 2, 4))])
-    assert row["median_ms"] == pytest.approx((3 * 1 + 2 * 2) / 10) and row["tokens_per_second"] == pytest.approx(
-        10 / 0.003
-    )
