@@ -100,10 +100,6 @@ def test_a_token_is_not_repeated():
         assert "hf_secret" not in run("download.py", flags).refusal
 
 
-def test_the_batch_size_has_its_usual_name_too():
-    assert "--B" in run(BENCHMARKS[0], ["--batch_size", "many"]).refusal
-
-
 @pytest.mark.parametrize("program", [*BENCHMARKS, "foretoken.py", *TERMINAL, COST_MODEL])
 def test_help_ends_well(program: str):
     ended = run(program, ["--help"])

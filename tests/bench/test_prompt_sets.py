@@ -14,7 +14,6 @@ import pytest
 from bench import data
 from bench.data import SPEED_BENCH, Prompt, by_category, load_prompts
 from common.errors import ConfigError, DataError
-from tests.support.programs import ROOT
 
 SPEC_BENCH = [
     {"question_id": 81, "category": "writing", "turns": ["Write a letter.", "Shorter."], "reference": ["no", "yes"]},
@@ -24,7 +23,6 @@ SPEED = {"question_id": "a", "category": "rag", "sub_category": "s", "turns": ["
 SPEED |= {"src_id": "7", "difficulty": "easy", "multiturn": True}
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 MASKED = SPEED | {"question_id": "b", "turns": [PLACEHOLDER]}
-OWN = ROOT / "reproduce" / "prompts" / "question.jsonl"
 
 
 def jsonl(path: Path, rows: list[Any]) -> Path:

@@ -14,7 +14,6 @@ from bench.plan import resolve
 from engine.drafters.self_speculation import SelfConfig
 from kv_cache.streaming import Streaming
 from models import storage
-from models.kernels import linear_speed
 from models.storage import auto_draft_weights, auto_dtype
 from tests.support.hf_tiny import SHAPE
 from tests.support.machine import needs_int8
@@ -90,26 +89,6 @@ def test_a_draft_on_a_gpu_has_few_bits_where_they_take_less_time(cpu, monkeypatc
     assert auto_draft_weights(**usual, published=["Q4_K"]) is None and len(measured) == 2
 
 
-@pytest.mark.parametrize("ms", [1.0, 3.0])
-def test_layers_of_a_scheme_are_timed_next_to_bfloat16(ms, monkeypatch, capsys) -> None:
-    """Both run all layers; those in 4 bits take `ms`, those in bfloat16 2."""
-    seen = list[tuple[str, int]]()
-
-    def timed(device: str, call) -> float:
-        (layers,) = call.args
-        call()
-        seen.append((type(layers[0]).__name__, len(layers)))
-        return ms if seen[-1][0] == "Int4Linear" else 2.0
-
-    monkeypatch.setattr(linear_speed, "missing_launcher", lambda: None)
-    monkeypatch.setattr(linear_speed, "MORE_THAN_CACHED", 2 * (2 * 128 * 64 * 2) + 1)
-    monkeypatch.setattr(linear_speed, "graph_ms", timed)
-    linear_speed.saves_time.cache_clear()
-    assert linear_speed.saves_time("int4", ((128, 64), (64, 128)), 3, "cpu") == (ms < 2)
-    assert seen == [("Int4Linear", 6), ("Linear", 6)] and ("int4 takes 3.000 ms" in capsys.readouterr().err) == (ms > 2)
-    linear_speed.saves_time.cache_clear()
-
-
 @pytest.mark.parametrize(("flag", "quantize"), [("auto", "int8"), ("same", None), ("int4", "int4")])
 def test_a_plan_has_the_drafts_scheme(flag: str, quantize: str | None, checkpoint: Path, cpu) -> None:
     cpu(True, True)
@@ -167,9 +146,3 @@ def test_speculation_with_a_quantised_target_emits_its_plain_text(run, flags):
     assert quantised["tokens_sha256"] != plain["tokens_sha256"]
     assert (quantised["kv_dtype"] == plain["kv_dtype"]) == ("--kv_dtype" not in flags)
     assert quantised["draft_weights"] == quantised["quantize"]
-
-
-@needs_int8
-def test_a_standalone_draft_is_quantised_apart_from_the_target(run):
-    record = run("longspec", f"{DRAFT} --quantize int4 --draft_weights int8")
-    assert (record["quantize"], record["draft_weights"], record["identical_sequences"]) == ("int4", "int8", 3)

@@ -1,15 +1,10 @@
 """`--gamma auto` among unlike drafts: a head, self-speculation and drafts from text."""
 
-import random
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
-from types import SimpleNamespace
 
 import pytest
 
-from bench.auto.adaptive import Adaptive
-from bench.auto.costs import Costs, tokens_per_round
 from bench.auto.measure import FEWEST_TIMED, UNTIMED_ROUNDS, costs_of
 from bench.config import RunConfig, Sizes, Target
 from bench.draft_flags import DraftFlags
@@ -24,7 +19,6 @@ from engine.drafters.ngram import NGramConfig
 from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.speculated import Hierarchical
 from engine.drafters.suffix import Suffix, SuffixConfig
-from engine.stats import AcceptanceRate
 from kv_cache.streaming import Streaming
 from tests.support.published_heads import eagle_config, eagle_tensors, save_head
 from tests.support.serving_cases import PLAIN as SERVED_PLAIN
@@ -137,39 +131,6 @@ def test_a_server_chooses_among_drafts(tmp_path: Path) -> None:
                 chat = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 5} | more
                 assert served.ask("/v1/chat/completions", chat).status == 200
     assert texts[0] == texts[1]
-
-
-CATCH_UP_MS = 1.6
-
-
-def simulate(each: list[Costs], alphas: list[float], seed: int, n_tokens: int = 256) -> float:
-    """Return the ms of a token of a row in a decode, with the true price of catching up."""
-    rng = random.Random(seed)
-    drafters = [SimpleNamespace(is_written_through=i == 1, skips_model=None) for i in range(len(each))]
-    names = [(str(i), "") for i in range(len(each))]
-    seen = [replace(one, acceptance=AcceptanceRate(alpha, 12)) for one, alpha in zip(each, alphas, strict=True)]
-    controller = Adaptive(drafters, {1000: {1: seen}}, range(7), names)  # type: ignore[arg-type]
-    ms, n, last = 0.0, 0, None
-    while n < n_tokens:
-        choice = controller.choose(1)
-        i, accepted = choice.drafter, 0
-        while i is not None and accepted < choice.gamma and rng.random() < alphas[i]:
-            accepted += 1
-        controller.observe(choice, [accepted])
-        ms += each[0].plain_ms if i is None else each[i].round_ms(choice.gamma) + CATCH_UP_MS * (i != last)
-        n, last = n + 1 + accepted, i
-    return ms / n
-
-
-@pytest.mark.parametrize("alphas", [[0.62, 0.7, 0.1], [0.3, 0.99, 0.2], [0.2, 0.6, 0.9], [0.05, 0.3, 0.02]])
-def test_the_best_of_unlike_drafts_is_found_at_once(alphas):
-    """A decode of 256 tokens by drafts that cost as a head, a self-draft and a text: on average within 3%
-    of the best of them and plain decoding, whose acceptance is not known beforehand."""
-    at, verify = (3, 6), (15.4, 16.3)
-    each = [Costs(14.0, at, verify, draft_ms, 0.3, resume_ms=CATCH_UP_MS) for draft_ms in (1.2, 7.5, 0.05)]
-    pairs = [(cost, alpha, gamma) for cost, alpha in zip(each, alphas, strict=True) for gamma in range(1, 7)]
-    best = min(14.0, *(cost.round_ms(gamma) / tokens_per_round(alpha, gamma) for cost, alpha, gamma in pairs))
-    assert mean(simulate(each, alphas, seed) for seed in range(40)) < 1.03 * best
 
 
 def test_a_cache_without_room_for_a_draft_is_refused_beside_other_drafts(checkpoint: Path) -> None:

@@ -134,14 +134,6 @@ def test_choosing_entries_anew_costs_every_round_its_share():
     assert second.round_ms(3) - first.round_ms(3) == pytest.approx(3)
 
 
-def test_choosing_that_had_no_time_costs_as_much_as_a_plain_step():
-    without = rehearsed(
-        {PLAIN: timed(0, 38), Choice(0, 3): timed(30), Choice(1, 3): timed(30)}, [None] * 2, [0, 4], [40, 40]
-    )
-    without.refreshes = [[], []]
-    assert [cost.refresh_ms for cost in costs_of_rounds(without, 0)] == pytest.approx([0, 10])
-
-
 @pytest.mark.parametrize("refresh", [2, 7])
 def test_choosing_entries_anew_is_timed_however_many_rows_decode(refresh, monkeypatch):
     """Choosing may come less often than there are rounds of a kind. The clock moves 1 ms a look and 30 s a choice."""
