@@ -1,7 +1,5 @@
 """The Triton kernels: their results in Triton's interpreter, and those of attention compiled for Hopper."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -30,13 +28,6 @@ def test_kernels_compile_for_hopper_without_spilling(entries, cache, n_split):
         compiled = kernels.compile_launch("tested", launch, 90)
         assert compiled["registers"] > 16 and compiled["shared"] > 0
         assert kernels.problem_of(compiled) is None
-
-
-def test_rings_that_fill_the_gpu_are_read_in_one_chunk():
-    """Without another kernel that combines chunks; fewer rows, and entries in order, have several."""
-    ring = partial(kernels.launches, torch.bfloat16, torch.bfloat16, 128, 16)
-    assert [launch.kernel.fn.__name__ for launch in ring("positions", batch=32)] == ["split_kv"]
-    assert len(ring("positions", batch=8)) == len(ring("in order", batch=32)) == 2
 
 
 @pytest.mark.parametrize("arch", kernels.SHARED_LIMIT)

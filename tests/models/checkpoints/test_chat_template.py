@@ -174,16 +174,6 @@ def test_control_tokens_in_a_message_are_plain_text(tmp_path: Path, said: str) -
     assert ours.tokenizer.decode(text) == f"system\nBe brief.\nuser\n{said}\nassistant\n"
 
 
-def test_a_sentencepiece_model_finds_its_control_tokens_in_the_text(tmp_path: Path) -> None:
-    write_sentencepiece(tmp_path, bos=True)
-    (tmp_path / "config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
-    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
-    tokenizer = load_tokenizer(tmp_path)
-    ids = load_chat_template(tmp_path, tokenizer).encode([{"role": "user", "content": "must </s> be"}])
-    assert (ids[0], ids[-1]) == (1, 2) and {1, 2}.isdisjoint(ids[1:-1])
-    assert tokenizer.decode(ids).replace(" ", "") == "must</s>be"
-
-
 def test_the_template_is_that_of_the_file_or_of_the_settings(tmp_path: Path) -> None:
     """A file next to the weights comes first; then the settings' template, or the default of their list."""
     chat(tmp_path, "")

@@ -229,8 +229,3 @@ def test_an_override_takes_the_place_of_a_key(folder: Path) -> None:
 def test_a_change_without_effect_or_meaning_is_refused(folder: Path, changes: ConfigChanges) -> None:
     with pytest.raises(UserError):
         find_model(str(folder), "pth", None, "", changes=changes)
-
-
-def test_other_shapes_than_those_of_the_file_are_refused(folder: Path) -> None:
-    with pytest.raises(UserError):
-        find_model(str(folder), "pth", None, "", changes=ConfigChanges(config_overrides=("hidden_size=32",))).load()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from openai import OpenAI
 
 from models.checkpoints.chat_template import _compiled
-from models.checkpoints.tool_calls import ToolCallParser, parse
+from models.checkpoints.tool_calls import ToolCallParser
 from tests.support.serving_cases import Alone, Served
 
 NAMES = ["get_weather", "search"]
@@ -156,18 +156,6 @@ def test_a_call_that_is_cut_short_or_whose_name_comes_late_is_sent_as_far_as_it_
         assert assembled(parser.parts) == whole
 
 
-def test_text_before_a_mark_is_sent_at_once():
-    parser = ToolCallParser(NAMES)
-    pieces = {"I ": "I ", "<b>": "<b>", " <tool": " ", "s> <tool_call>{": "<tools> ", "}": ""}
-    assert [*map(parser.add, pieces)] == [*pieces.values()]
-
-
-def test_without_tools_nothing_is_a_call():
-    text = hermes(*WEATHER)
-    assert ToolCallParser().add(text) == text
-    assert parse(text, []) == (text, [])
-
-
 TOOLS = [{"type": "function", "function": {"name": name}} for name in NAMES]
 MESSAGES = [{"role": "user", "content": "hello"}]
 SHORT = [("get_weather", {"city": "Paris"}), ("search", {"query": "é"})]
@@ -233,27 +221,6 @@ def test_openais_client_gets_calls_and_answers_them(served: Served, saying):
         f"{''.join(map(json.dumps, TOOLS))}[user]hello[assistant]Paris[tool]rain", add_bos=False
     )
     assert answer.usage.prompt_tokens == len(prompt)
-
-
-def test_openais_client_gets_arguments_as_they_come(served: Served, saying):
-    """Blocks of five tokens, in which calls begin and end; a chunk has one addition to one call at most."""
-    client = OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
-    how = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "temperature": 0, "max_tokens": 40}
-    saying(SAYS)
-    whole = client.chat.completions.create(**how).choices[0]
-    saying(SAYS)
-    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **how)]
-    deltas = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
-    assert all(len(chunk.delta.tool_calls or []) < 2 for chunk in chunks)
-    for index, call in enumerate(whole.message.tool_calls):
-        first, *others = [delta for delta in deltas if delta.index == index]
-        assert (first.type, first.function.name, first.function.arguments) == ("function", call.function.name, "")
-        assert first.id.startswith("call_") and len(others) > 1
-        assert all((delta.id, delta.type, delta.function.name) == (None, None, None) for delta in others)
-        assert "".join(delta.function.arguments for delta in others) == call.function.arguments
-    assert [delta.index for delta in deltas] == sorted(delta.index for delta in deltas)
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
-    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [whole.finish_reason]
 
 
 @pytest.mark.parametrize("body", [{}, {"tools": TOOLS, "tool_choice": "none"}])

@@ -133,20 +133,16 @@ def layers(**options):
 
 P_EAGLE = {"speculators_model_type": "peagle"}
 BAD = {
-    "wrong hidden size": (1, DEEP, as_they_are, {"hidden_size": 48, "target_hidden_size": 48}, "hidden_size"),
     "wrong vocabulary": (3, replace(DEEP, vocab_size=60), as_they_are, {}, "vocab_size"),
     "a misshapen tensor": (3, DEEP, put("fc.weight", torch.zeros(32, 64)), {}, "fc.weight (32, 64)"),
     "NaN": (3, DEEP, put("norm.weight", torch.full((32,), float("nan"))), {}, "norm.weight"),
     "a shallow target": (3, SHALLOW, as_they_are, {}, "[2, 2, 1]"),
     "no such layers": (3, DEEP, as_they_are, {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}, "[1, 3, 8]"),
     "no map": (3, DEEP, drop("d2t"), {"draft_vocab_size": 20}, "d2t"),
-    "a missing tensor": (3, DEEP, drop("fc.weight"), {}, "fc.weight"),
     "an output layer of other ids": (3, DEEP, drop("lm_head.weight"), {"draft_vocab_size": 20}, "lm_head.weight"),
     "layers that are not causal": (3, DEEP, as_they_are, {"is_causal": False}, "is_causal"),
-    "layers of another family": (3, DEEP, as_they_are, layers(model_type="gemma3"), "gemma3"),
     "a window without a size": (3, DEEP, as_they_are, layers(layer_types=["sliding_attention"]), "sliding_window"),
     "P-EAGLE without its states": (3, DEEP, as_they_are, P_EAGLE | {"mask_token_id": 3}, "mask_hidden"),
-    "P-EAGLE with another token": (3, DEEP, as_they_are, P_EAGLE | {"mask_token_id": 61}, "61"),
 }
 
 
@@ -162,16 +158,12 @@ def test_eagle_heads_that_do_not_fit_are_refused(tmp_path, bad):
 
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}
 BAD_DFLASH = {
-    "convolutions": ({"dflash_config": {"mask_token_id": 3, "conv_kernel_size": 2}}, "conv_kernel_size"),
     "full layers that are causal": ({"is_causal": True}, "is_causal"),
     "windows that are not causal": (SLIDING | {"is_causal": False}, "is_causal"),
     "another depth": ({"num_target_layers": 8}, "num_target_layers"),
-    "the last layer": ({"target_layer_ids": [0, 2, 6]}, "[0, 2, 6]"),
     "layers out of order": ({"target_layer_ids": [2, 0, 4]}, "[2, 0, 4]"),
     "no mask": ({"mask_token_id": None}, "mask_token_id"),
-    "a mask beyond the vocabulary": ({"mask_token_id": 61}, "61"),
     "an option of the other layout": ({"sample_from_anchor": True}, "sample_from_anchor"),
-    "another kind": ({"speculators_model_type": "eagle3"}, "eagle3"),
 }
 
 
@@ -189,12 +181,10 @@ def test_dflash_heads_that_do_not_fit_are_refused(tmp_path, bad):
 
 DSPARK, DFLASH_2 = {"speculators_model_type": "dspark"}, {"speculators_model_type": "dflash2"}
 BAD_CHAINS = {
-    "an unknown bias": (DSPARK | {"markov_head_type": "lstm"}, "markov_head_type"),
     "a recurrent state from masks": (DSPARK | {"markov_head_type": "rnn", "sample_from_anchor": False}, "anchor"),
     "no bias": (DSPARK, "markov_head.markov_w1.weight"),
     "a part of the ids": (DFLASH_2 | {"draft_vocab_size": 20}, "draft_vocab_size"),
     "groups that do not divide": (DFLASH_2 | {"conv_group_size": 5}, "conv_group_size"),
-    "no convolutions": (DFLASH_2 | {"conv_group_size": 4}, "are missing"),
 }
 
 
@@ -233,12 +223,6 @@ def test_medusa_heads_that_do_not_fit_are_refused(tmp_path, damage, config, name
     with pytest.raises(UserError) as refused:
         find_head(path, "medusa", TINY)
     assert named in str(refused.value)
-
-
-def test_a_folder_without_a_head_is_told_from_none(tmp_path):
-    for path, what in ((tmp_path, "has no weights"), (tmp_path / "none", "no such head")):
-        with pytest.raises(UserError, match=what):
-            find_head(str(path), "eagle", DEEP)
 
 
 def test_a_head_of_the_other_kind_is_refused(tmp_path):

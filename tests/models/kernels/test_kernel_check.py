@@ -14,8 +14,7 @@ import torch
 from models.attention import check as attention_check
 from models.attention.select import refusal
 from models.kernels import build as cpp_build
-from models.kernels.check import Case, speedup
-from tests.support.controllers import Clock
+from models.kernels.check import Case
 from tests.support.machine import needs_bfloat16_products, needs_cpp_compiler, needs_vnni
 from tests.support.programs import run_here
 
@@ -135,13 +134,6 @@ def test_kernels_that_multiply_bfloat16_are_built_for_amx_where_the_cpu_has_it(m
     assert cpp_build._first_good_build("attention") == cpp_build.BuildChoice("native", refused)
     assert cpp_build._first_good_build("linear") == cpp_build.BuildChoice("native", refused)
     assert cpp_build._first_good_build("pointwise") == cpp_build.BuildChoice("native", [])
-
-
-def test_builds_are_compared_by_their_time(monkeypatch):
-    clock = Clock(0.0)
-    monkeypatch.setattr("models.kernels.check.perf_counter", clock.perf_counter)
-    case = Case("", 0.0, lambda seconds: clock.wait(seconds) or (), ())
-    assert speedup([case], 3, 2) == 1.5
 
 
 def test_the_widened_build_is_used_if_it_is_right_and_clearly_faster(monkeypatch):
