@@ -193,20 +193,3 @@ def test_requests_of_a_group_run_their_prompt_once(reuses, kv_dtype):
     (alone, ran), (together, n_reused) = run(None), run(0)
     assert [(each.tokens, each.counts) for each in together] == [(each.tokens, each.counts) for each in alone]
     assert ran[0] == ran[2] == 0 and (n_reused[0], n_reused[2], n_reused[3]) == (0, 25, 25)
-
-
-def test_a_prompt_is_run_again_from_where_it_is_not_finite():
-    """By an earlier request, which failed; a longer one that begins alike fails as it does alone."""
-    model = tiny_model()
-    hidden = model.hidden
-
-    def spoiled(tokens, positions, cache):
-        return hidden(tokens, positions, cache).masked_fill((tokens == 7)[..., None], float("nan"))
-
-    model.hidden = spoiled
-    decoder = Decoder(ModelRunner(model, full_cache(model, 1)), reuses="prefixes")
-    for prompt, n_reused in (([1, 2, 3, 7, 4, 5], 0), ([1, 2, 3, 7, 4, 5, 6, 8], 3)):
-        decoder.submit(request := Request(prompt, 4))
-        decoder.step()
-        assert request.finish_reason == "error" and "position 3" in request.error
-        assert request.n_reused == n_reused and decoder.idle

@@ -12,7 +12,6 @@ from engine.controller import PLAIN, RoundChoice
 from engine.drafters.combined import Combined
 from engine.drafters.dflash import DFlash
 from engine.drafters.eagle import Eagle
-from engine.drafters.hidden_states import HiddenStateBuffer
 from engine.drafters.medusa import Medusa
 from engine.drafters.suffix import Suffix
 from kv_cache import FullKVCache, StreamingKVCache
@@ -23,7 +22,7 @@ from tests.support.block_heads import MASK, with_head
 from tests.support.controllers import Scripted
 from tests.support.policies import POLICIES, Size
 from tests.support.published_heads import random_dflash, random_eagle, random_medusa
-from tests.support.tiny import TINY, continue_by_recomputing, decode, full_cache, random_prompts, tiny_model
+from tests.support.tiny import TINY, decode, full_cache, random_prompts, tiny_model
 
 DEEP = replace(TINY, n_layer=7)
 MODEL = tiny_model(DEEP)
@@ -181,25 +180,6 @@ def test_a_head_that_comes_back_runs_the_target_over_no_answer(monkeypatch):
     head = random_dflash(DEEP)
     run(DFlash(runner, head, CACHES["full"](head.body.config), GAMMA), changing=True)
     assert ran and all(text[:end] in [prompt[:end] for prompt in prompts] for text, end in ran)
-
-
-def test_a_prompt_that_is_prefilled_in_parts_is_begun_once(monkeypatch):
-    """Its last token runs again for its state; the last tokens of its parts do not."""
-    begin, begun = HiddenStateBuffer.begin, list[int]()
-
-    def watched_begin(hidden_buffer, row, text):
-        begun.append(len(text))
-        begin(hidden_buffer, row, text)
-
-    monkeypatch.setattr(HiddenStateBuffer, "begin", watched_begin)
-    runner = ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8)
-    head = random_eagle(DEEP)
-    decoder = Decoder(runner, drafter=Eagle(runner, head, CACHES["full"](head.body.config), GAMMA), prefill_tokens=8)
-    first, second = (Request(prompt, 20) for prompt in random_prompts([9, 30]))
-    decoder.submit(first)
-    decoder.step(), decoder.step()
-    decode(decoder, second)
-    assert begun == [9, 30] and second.tokens == continue_by_recomputing(MODEL, second.prompt, 20)
 
 
 @pytest.mark.parametrize("kind", [Medusa, Eagle, DFlash])

@@ -9,26 +9,14 @@ import pytest
 from openai import OpenAI
 
 from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation, generate
-from engine.drafters import RowUpdate
 from engine.drafters.combined import Combined
 from engine.drafters.suffix import Suffix
 from engine.requests import Outcome, Progress
 from kv_cache import StreamingKVCache
 from tests.support.serving_cases import PLAIN, Served, serving
-from tests.support.tiny import decode, full_cache, random_prompts, tiny_model, tiny_runner
+from tests.support.tiny import decode, full_cache, random_prompts, tiny_model
 
 CHATS, CHAT = "/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 40}
-
-
-def test_each_row_looks_matches_up_in_its_prediction_too():
-    """The longest match counts, then the prediction's; ids outside the vocabulary are left out."""
-    drafter = Suffix(tiny_runner(3), gamma=3, text=[20, 21, 22])
-    first = RowUpdate(0, 0, [5, 6, 9, 5, 6], 0, prediction=[6, 7, 99, 8, -1])
-    rows = [first, RowUpdate(1, 1, [20], 0), RowUpdate(2, 2, [1, 20, 1], 0, prediction=[4])]
-    assert [[*drafter.continued(row).tokens] for row in rows] == [[9, 5, 6], [21, 22], [20, 1, 20]]
-    later = [first._replace(tokens=[*first.tokens, 7], n_seen=5), rows[1]._replace(tokens=[20, 22], n_seen=1)]
-    drafter.follow([*later, RowUpdate(2, 3, [8, 8, 4], 0, prediction=[8, 4, 9])])
-    assert drafter.n_predicted == {0: 1, 2: 1}
 
 
 class Origins(Progress):

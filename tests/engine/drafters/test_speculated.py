@@ -71,21 +71,6 @@ def test_a_draft_of_a_draft_proposes_what_the_draft_alone_would(kind, mode, gamm
     assert both.inner_counts().rounds == 0, "counted once"
 
 
-@pytest.mark.parametrize("kind", ["streaming", "model"])
-def test_a_decode_counts_both_levels(kind):
-    """Rows end, idle and are refilled: no inner draft of an idle row is counted."""
-    runner, alone, both = drafters(kind, gamma=4, inner_gamma=2)
-    prompts = random_prompts([40, 7, 23, 9, 31])
-    limits = [25, 9, 18, 30, 2]
-    how = {"max_new_tokens": limits, "sampling": SamplingParams(0.8, seed=2), "verification": "coupled"}
-    expected = generate(runner, prompts, **how)
-    out, one_level = (generate(runner, prompts, drafter=drafter, **how) for drafter in (both, alone))
-    inner = both.inner_counts()
-    assert out.tokens == one_level.tokens == expected.tokens
-    assert inner.emitted == out.stats.drafted and inner.accepted > 0
-    assert out.stats.accepted > 0.5 * one_level.stats.accepted
-
-
 @pytest.mark.parametrize("gamma,inner_gamma", [(5, 2), (4, 1), (6, 4)])
 def test_a_draft_model_drafts_behind_all_that_stands(gamma, inner_gamma):
     """The inner model drafts what it drafts of the row's text alone, whatever was accepted, and after plain rounds."""

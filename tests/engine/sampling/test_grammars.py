@@ -20,11 +20,10 @@ from convert_hf_checkpoint import convert
 from engine import Decoder, ModelRunner, Request, SamplingParams
 from engine.drafters.ngram import NGram
 from engine.requests import Outcome, Progress
-from engine.sampling.grammars import Grammar, Grammars, call_grammar
+from engine.sampling.grammars import Grammar, Grammars
 from models import load_model
 from models.checkpoints.reasoning import CLOSE, OPEN, TAGS, ReasoningParser
 from models.checkpoints.tokenizer import load_tokenizer
-from models.checkpoints.tool_calls import parse
 from tests.support.checkpoint_folders import ALPHABET, BOS, save_tokenizer
 from tests.support.drafters import Drafters
 from tests.support.hf_tiny import SHAPE, random_model
@@ -310,26 +309,6 @@ def test_a_wrong_grammar_is_a_wrong_field(structured: Served):
     for route, body, names in given:
         answer = structured.ask(route, body)
         assert answer.status in (400, 422) and names in str(answer.json["error"]), body
-
-
-@pytest.mark.parametrize("kind", ["JSON", "tags in text", "tags that are tokens"])
-def test_a_required_call_is_one_that_the_parser_finds(tmp_path, kind):
-    save_tokenizer(tmp_path, VOCABULARY, MERGES, adds_bos=True)
-    add_tags(tmp_path, is_control=False, tags=("<tool_call>", "</tool_call>") if kind.endswith("tokens") else TAGS)
-    tokenizer, is_hermes, has_tokens = load_tokenizer(tmp_path), kind != "JSON", kind.endswith("tokens")
-    tools = {"weather": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}, "clock": {}}
-    lark, grammars = call_grammar(tools, is_hermes, has_tokens), Grammars(tokenizer, len(VOCABULARY) + 3, [END])
-
-    def follows(name: str, arguments: str) -> bool:
-        text = json.dumps({"name": name, "arguments" if is_hermes else "parameters": json.loads(arguments)})
-        text = f"<tool_call>\n{text}\n</tool_call>" if is_hermes else text
-        grammar = grammars.start("lark", lark)
-        grammar.advance([*tokenizer.encode_chat(text, control=True), END])
-        assert parse(text, tools) == ("", [{"name": name, "arguments": arguments}])
-        return not grammar.error
-
-    assert follows("weather", '{"n": 7}') and follows("clock", "{}")
-    assert not follows("weather", '{"n": "7"}') and not follows("weather", "{}")
 
 
 @pytest.mark.parametrize("is_hermes", [True, False])
