@@ -13,7 +13,6 @@ import torch
 from bench import memory
 from bench.config import RunConfig, Sizes, Target
 from bench.memory import MemoryPlan, memory_plan, require_memory
-from bench.plan import resolve, resolve_several
 from bench.session import Session
 from common.errors import OutOfMemoryError
 from engine.drafters.self_speculation import SelfConfig
@@ -86,18 +85,6 @@ def test_a_run_that_does_not_fit_is_refused_before_or_after_loading(available, c
     config = RunConfig(Target(str(checkpoint), device="cpu"), sizes=Sizes(B=2, gen_len=8))
     with pytest.raises(OutOfMemoryError):
         Session.open(config, [[1] * 40] * 2)
-
-
-def test_several_drafts_have_room_for_all_caches_or_for_the_largest(checkpoint: Path) -> None:
-    config = RunConfig(Target(str(checkpoint), device="cpu"), sizes=Sizes(B=1, gen_len=8))
-    drafts = [SelfConfig(policy=Streaming(n)) for n in (16, 24)]
-
-    def draft_kv(plan) -> int:
-        return memory_plan(plan).per_row["draft KV"]
-
-    alone = [draft_kv(resolve(replace(config, draft=draft), [[1] * 40])) for draft in drafts]
-    several = [draft_kv(resolve_several(config, drafts, [[1] * 40], at_once)) for at_once in (None, 1)]
-    assert several == [sum(alone), max(alone)]
 
 
 def test_a_containers_limit_counts_and_its_pages_of_files_do_not(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, programs take the flags of commands, and the Python of the README runs."""
+"""The pages: links lead somewhere, programs take the flags of commands, and Python runs without optional packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.config import DEFAULT_MODEL
 from common import cli
 from common.exit import exit_on_user_error
 from models.checkpoints import model_source
-from tests.support.programs import COST_MODEL, ROOT, run
+from tests.support.programs import COST_MODEL, ROOT, python, run
 
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), ROOT / "reproduce/README.md"]
 OF_PAGES = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -106,3 +106,24 @@ def test_a_pages_python_runs(
     exec("\n".join(blocks), {})
     shares = re.findall(r"[01]\.\d+(?: \[.*\])?$", capsys.readouterr().out, re.MULTILINE)
     assert shares and all(0 <= float(share.split()[0]) <= 1 for share in shares)
+
+
+# Optional packages, as in an environment of requirements.txt alone on a machine without a GPU.
+PROGRAM = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(("triton", "flash_attn", "llguidance", "matplotlib", "transformers")))
+sys.argv = [sys.argv[1], "--draft_policy", "verify_topk", "--help"]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as ended:
+    assert not ended.code
+import cost_model.report, serving.serve, terminal
+from models import load_model, ModelConfig
+from kv_cache import FullKVCache, StreamingKVCache
+from engine import ModelRunner, SelfSpeculation, StandaloneDraft, SamplingParams, generate
+"""
+
+
+def test_programs_run_from_another_directory_without_optional_packages(tmp_path):
+    ended = python("-c", PROGRAM, ROOT / "tests/selfspec_benchmark.py", cwd=tmp_path)
+    assert ended.code == 0 and ended.out.startswith("usage:"), ended.err

@@ -46,20 +46,6 @@ def test_every_drafter_decodes_the_same_tokens_by_context(call, tmp_path: Path):
     assert all(name in ended.out for name in drafters) and "3 of 3" in ended.out
 
 
-def test_each_budget_goes_with_each_gamma(call):
-    """A budget that is chosen goes with a gamma that is; a drafter without a budget runs once for each gamma."""
-    flags = "--drafters self ngram --contexts 150 --budgets 16 auto --gammas 1 auto"
-    rows = call(SCRIPT, f"{HOW} {flags}").record["rows"]
-    found = [(row["drafter"], row["draft_budget"], row["gamma"]) for row in rows]
-    pairs = [(16, 1), (16, "auto"), ("auto", "auto")]
-    assert found == [*(("self", *pair) for pair in pairs), ("ngram", None, 1), ("ngram", None, "auto")]
-    fixed, auto, both, *_ = rows
-    assert all(row["identical_sequences"] == 2 for row in rows)
-    assert fixed["measured_costs"] is None and auto["measured_costs"] and both["measured_costs"]
-    (choices,) = both["choices"]
-    assert all(bool(choice["gamma"]) == (choice["draft_budget"] is not None) for choice in choices)
-
-
 def test_acceptance_on_kinds_of_text(call):
     """Every draft decodes the same texts, also where text is sampled; forced texts have no speed. Policies are compared
     with their ceiling."""

@@ -123,29 +123,6 @@ def test_the_grids_name_scripts_that_are_there(grid: Path):
     assert all((ROOT / cell.script).is_file() for cell in cells)
 
 
-TWICE = "--script s --axis B=1,2 --fixed B=1"
-WORDS = (
-    "",
-    "--grid nowhere.toml",
-    TWICE,
-    "--script s --axis B",
-    "--script s --output other",
-    *(f"--grid {n}" for n in "abc"),
-)
-
-
-@pytest.mark.parametrize("words", WORDS)
-def test_what_cannot_run_is_refused(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    Path("other").write_text('{"benchmark": "selfspec"}\n')
-    Path("a").write_text('[[sweep]]\nscript = "s"\n[sweep.axis]\nB = [1]\n')
-    Path("b").write_text('[[sweep]]\nscript = "s"\n[sweep.axes]\nB = 1\n')
-    Path("c").write_text('[[sweeps]]\nscript = "s"\n')
-    words = words if "--output" in words else f"{words} --output o"
-    with pytest.raises(UserError):
-        sweep.main(cli.read(sweep.Flags, words.split(), "sweep.py"))
-
-
 def test_a_misspelt_flag_is_found_before_the_first_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(subprocess, "run", run_here)
     output = tmp_path / "rows.jsonl"

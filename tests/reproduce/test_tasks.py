@@ -179,17 +179,3 @@ def test_tasks_are_scored_by_plain_decoding(call, checkpoint: Path, book: str, t
             assert row["scores"] == pytest.approx(right, abs=1e-4)
             assert row["score"] == pytest.approx(sum(right) / 3, abs=1e-4) and row["score_standard_error"] is None
     assert any(row["score"] for row in ended.record["rows"])
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--tasks ruler:nothing", "niah_single_1"),
-        ("--tasks squad:vt", "longbench"),
-        ("--tasks ruler:vt --chat", "two sets of prompts"),
-        ("--tasks ruler:vt --texts book", "teacher-forced"),
-        ("--tasks ruler:vt --contexts 700 50", "no room"),
-    ],
-)
-def test_flags_that_contradict_tasks_are_refused(call, book: str, flags: str, message: str):
-    assert message in call(SCRIPT, f"{FLAGS} --dataset {book} --drafters ngram {flags}").refusal

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from engine import ModelRunner
 from kv_cache import FullKVCache
-from models.heads.loading import find_head
 from reproduce.heads import examples, training
 from reproduce.heads.forwards import dflash_logits, eagle_logits
 from reproduce.heads.training import N_SINK, Recipe, TrainedHead
@@ -101,20 +100,6 @@ def test_dflash_is_trained_as_it_drafts(model, folder):
         states = dflash.draft(batch["tokens"][window, at, None], positions[:, at : at + size], cache)
         torch.testing.assert_close(dflash.draft_logits(states)[0], logits[:, number], rtol=1e-4, atol=1e-4)
         assert state_of[:, number].tolist() == [*range(anchor, anchor + size)]
-
-
-@pytest.mark.parametrize("kind", ["eagle", "dflash"])
-def test_a_saved_head_has_neither_defaults_nor_windows_of_its_target(kind, model, folder, tmp_path):
-    head, _ = new_head(kind, model, folder)
-    values = {"hidden_size": TINY.dim, "intermediate_size": TINY.ffn_dim, "num_attention_heads": TINY.n_head}
-    values |= {"vocab_size": TINY.vocab_size, "rope_theta": TINY.rope_theta}
-    values |= {"layer_types": ["sliding_attention"] * TINY.n_layer, "sliding_window": 8, "use_sliding_window": True}
-    training.save_head(head, tmp_path, values)
-    found = find_head(str(tmp_path), kind, TINY)
-    assert not any(found.shape.windows) and found.config.sliding_window is None
-    loaded = found.load(device="cpu", dtype=torch.float32, prepack=False)
-    assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in head.state_dict().items())
-    assert loaded.body.config.norm_eps == TINY.norm_eps
 
 
 SIZES = "--B 2 --prefix_len 96 --gen_len 40 --window 40 --windows 1 --layers 1 --block_size 4 --blocks 4"

@@ -106,15 +106,6 @@ def test_wrong_predictions_are_refused_by_name(reading: Served, prediction: dict
     assert refused.status in (400, 422) and refused.json["error"]["param"] == field, refused.body
 
 
-def test_a_prediction_that_no_drafter_reads_is_taken_and_counts_nothing(served: Served):
-    how = CHAT | {"temperature": 0}
-    counted = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
-    for content in ("a", "ab " * served.server.service.max_total):
-        answer = served.json(CHATS, how | {"prediction": {"type": "content", "content": content}})
-        assert answer["usage"]["completion_tokens_details"] == counted
-        assert answer["choices"] == served.json(CHATS, how)["choices"]
-
-
 def test_a_prediction_that_a_server_may_not_draft_by_is_refused(chat_checkpoint):
     """It may be an answer of the same random numbers, in rejection mode."""
     body = CHAT | {"prediction": {"type": "content", "content": "a"}}
