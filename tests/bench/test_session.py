@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from bench.auto.measure import costs_of
 from bench.config import AUTO, RunConfig, Sizes, Target
 from bench.memory import memory_plan
 from bench.plan import resolve
@@ -18,7 +17,6 @@ from engine.drafters.ngram import NGramConfig
 from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.speculated import Hierarchical
 from engine.drafters.standalone import StandaloneConfig
-from engine.runner import ModelRunner
 from kv_cache.full import Full
 from kv_cache.policy import BudgetedPolicy
 from kv_cache.snapkv import SnapKV
@@ -38,27 +36,6 @@ def config(checkpoint: Path) -> RunConfig:
 @pytest.fixture
 def session(config: RunConfig) -> Session:
     return Session.open(config, prompts=TEXTS)
-
-
-def test_a_draft_model_runs_the_prompts_once_where_they_are_rehearsed(config, monkeypatch) -> None:
-    """The plan has room for the prompt states that it keeps."""
-    draft = StandaloneConfig(gamma="auto", draft_model=config.target.model, policy=Streaming(16), draft_dtype="same")
-    sessions = [Session.open(replace(config, draft=one), TEXTS[:2]) for one in (draft, replace(draft, gamma=6))]
-    rehearsed, fixed = (memory_plan(session.plan).per_row["draft KV"] for session in sessions)
-    assert rehearsed == 2 * fixed > 0
-    filled: list[int] = []
-    extend = ModelRunner.extend
-    monkeypatch.setattr(
-        ModelRunner,
-        "extend",
-        lambda own, given: filled.extend(row for row, (_, n) in given.items() if n == 0) or extend(own, given),
-    )
-    for session, n_runs in zip(sessions, (1, 2), strict=True):
-        (drafter,) = session.drafters()
-        assert costs_of(session, [drafter]) if session.plan.chooses else session.generate(drafter)
-        session.generate(drafter)
-        assert len(filled) == 2 * n_runs
-        filled.clear()
 
 
 def test_a_draft_of_the_draft_is_a_model_of_its_own(config, tmp_path, monkeypatch) -> None:

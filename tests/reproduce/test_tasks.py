@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from bench import passes
-from common.errors import UserError
 from models.checkpoints.tokenizer import load_tokenizer
 from reproduce.tasks.infinitebench import METRICS as INFINITEBENCH
 from reproduce.tasks.longbench import METRICS as LONGBENCH
@@ -123,25 +122,6 @@ def test_files_are_read_and_long_contexts_lose_their_middle(tmp_path: Path, toke
     assert (examples[0].right, examples[0].choices) == (["7"], ["u", "v"])
     text = " ".join(tokenizer.decode(examples[0].prompt).split())
     assert text.startswith("abc A. u B. v")
-
-
-REFUSED = {
-    "nothing.jsonl": (None, "no text to read"),
-    "empty": ([], "cannot be read"),
-    "broken": (['{"context": '], "line 1"),
-    "passkey": ([{"context": "a", "answer": None}], "right answers"),
-    "list": ([["context"]], "right answers"),
-    "longbook_sum_eng": ([{"context": "a", "answer": ["b"]}], "no metric"),
-    "kv_retrieval": ([{"context": "a b c", "input": "d " * 500, "answer": ["b"]}], "no room"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_files_that_cannot_be_scored_are_refused(tmp_path: Path, tokenizer, name: str):
-    rows, message = REFUSED[name]
-    path = str(tmp_path / name) if rows is None else write(tmp_path, name, *rows)
-    with pytest.raises(UserError, match=message):
-        read("infinitebench", path, 2, Encoder(tokenizer, None, 100))
 
 
 FLAGS = "--B 2 --device cpu --dtype float64 --gamma 2 --draft_dtype same --draft_budget 40 --rope_scaling linear:4"

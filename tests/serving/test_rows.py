@@ -6,7 +6,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from bench.auto.adaptive import Adaptive
 from bench.session import Session
 from common import cli
 from engine.graphs import CapturedParts
@@ -22,15 +21,6 @@ from tests.support.tiny import decode
 
 def serve_flags(checkpoint, words: str) -> Serve:
     return cli.read(Serve, [f"--model={checkpoint}", *words.split()], prog="serving")
-
-
-def test_costs_are_measured_on_noise(chat_checkpoint):
-    flags = serve_flags(chat_checkpoint, FLAGS.replace("--gamma 3", "--gamma auto"))
-    session, controller = open_session(flags.config(), flags.batch)
-    assert session.plan.capacity == session.runner.cache.capacity == 320 and session.prompts == []
-    assert isinstance(controller, Adaptive) and (controller._contexts, controller._rows) == ([5, 80], [2, 4])
-    assert controller._arms[0].verified == 0  # noise says nothing of text
-    assert not session.runner.cache.prefilled  # and no request goes on after it
 
 
 def test_rounds_captured_at_the_start_decode_whatever_clients_ask_for(chat_checkpoint, monkeypatch):

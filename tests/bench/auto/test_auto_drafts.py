@@ -80,22 +80,6 @@ def test_a_plan_has_room_for_every_draft_and_rounds_for_each(checkpoint: Path, h
     assert kept is not None and len(kept.by_rows[2]) == 3
 
 
-def test_a_draft_with_a_small_cache_bounds_only_its_own_rounds(checkpoint: Path) -> None:
-    session = Session.open(
-        RunConfig(
-            Target(str(checkpoint), device="cpu", dtype="float64"),
-            sizes=Sizes(B=2, gen_len=8),
-            draft=SelfConfig(gamma="auto", policy=Streaming(6, n_sink=1)),
-            auto_drafts=(SuffixConfig(gamma="auto"),),
-        ),
-        [[1] * 40, [2] * 31],
-    )
-    few, many = session.drafters()
-    assert few.gamma < many.gamma == session.plan.gamma == 6
-    costs = costs_of(session, [few, many])
-    assert costs is not None and [cost.at[-1] for cost in costs.by_rows[2]] == [few.gamma, 6]
-
-
 def test_costs_are_of_rounds_in_which_the_model_runs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guesses from a text that repeats would leave it out."""
     draft = Hybrid(gamma="auto", draft=SelfConfig(), texts=(SuffixConfig(),), text_match=1)
