@@ -20,7 +20,6 @@ from common.errors import refuse
 from common.say import note_without_effect
 from engine.drafters.combined import text_kinds
 from engine.drafters.config import DrafterConfig, require_gamma
-from engine.drafters.ngram import Match
 from kv_cache.policy import policies
 from models.names import Dtype, KVDtype, Scheme
 
@@ -93,9 +92,6 @@ class DraftOptions:
     """tokens that --text_drafts have to have found a guess by, for it to stand in for the model's (default: 8)"""
     max_ngram: Given[int] = None
     """ngram: longest match that is looked for (default: 3)"""
-    ngram_match: Given[Match] = None
-    """ngram: of matches of the same length: with the most tokens after it, then the latest (longest, the default); or
-    the first, or the last"""
     draft_text: Given[str] = None
     """suffix: file of a text in which matches are looked up, too, such as one that the answer repeats with changes"""
     keep_answers: Given[int] = None

@@ -77,7 +77,6 @@ def counted(vocab_size: int) -> NGramTable:
 # What needs no model, made of a runner and gamma.
 TEXT_DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "ngram": NGram,
-    "ngram, first match": partial(NGram, match="first"),
     "suffix": Suffix,
     "markov": lambda runner, gamma: Markov(runner, gamma, counted(runner.vocab_size)),
 }
