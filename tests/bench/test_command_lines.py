@@ -117,7 +117,7 @@ def test_help_ends_well(program: str):
         *ALONE,
         "eagle:a/head",
         "standalone:m.pth=full@5",
-        "suffix+cache+self=snapkv@heuristic",
+        "suffix+markov+self=snapkv@heuristic",
         "self@auto",
         "self=auto@2",
     ],

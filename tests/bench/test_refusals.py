@@ -41,7 +41,7 @@ REFUSALS = [
     (SELFSPEC, "--temperature 1 --draft oracle", ConfigError, "oracle"),
     (LONGSPEC, "--model other_words", ConfigError, "other_words"),
     (LONGSPEC, "--draft_policy verify_topk", ConfigError, "--draft_policy"),
-    (COMPARE, "checkpoint --save nowhere/page.html", ConfigError, "--save"),
+    (COMPARE, "checkpoint nowhere", ConfigError, "--draft"),
     (LATENCY, "checkpoint --length 0", ConfigError, "--length"),
     (EVAL, "checkpoint --load_format dummy --save rows.jsonl", ConfigError, "--load_format"),
     (SERVE, "--model nowhere", CheckpointError, "--model"),

@@ -1,30 +1,26 @@
-"""Drafters that look text up: what they guess, what they keep, and what they must not know."""
+"""Drafters that look text up on the host: what they guess, what they keep, and what they must not know."""
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from common.errors import ConfigError
+from common.errors import DataError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.controller import PLAIN as PLAIN_STEP
 from engine.controller import RoundChoice
 from engine.drafters import Guess, HostDrafter, RowUpdate
 from engine.drafters.combined import Combined
-from engine.drafters.markov import Markov, NGramTable
-from engine.drafters.ngram import NGram, find_ngram
-from engine.drafters.ngram_cache import NGramCache
-from engine.drafters.oracle import Oracle
+from engine.drafters.markov import NGramTable
 from engine.drafters.suffix import Suffix, SuffixAutomaton
 from engine.modes import Greedy
 from kv_cache import FullKVCache, StreamingKVCache
 from tests.support import table_law as law
 from tests.support.controllers import Scripted
+from tests.support.drafters import counted
 from tests.support.tiny import batch_at, full_cache, random_prompts, tiny_model, tiny_runner
-
-DRAWS = (7, 3)
 
 
 def longest_repeated(text: list[int]) -> tuple[int, int]:
@@ -80,10 +76,8 @@ def test_a_table_counts_what_follows_and_survives_its_file(tmp_path: Path):
     table = NGramTable(order)
     table.learn(text[:50])
     table.learn(text, known=50)
-    table.drawn.add(DRAWS)
     table.save(tmp_path / "table.json", 61)
     loaded = NGramTable.load(tmp_path / "table.json", 61)
-    assert loaded.drawn == {DRAWS}
     for n in range(1, 60):
         context, wanted = text[n : n + 5], []
         while len(wanted) < 4:
@@ -92,34 +86,13 @@ def test_a_table_counts_what_follows_and_survives_its_file(tmp_path: Path):
     assert [*table.continued([9, 9], 4).tokens] == [] and table.continued([9, text[5]], 4).n_matched == 1
 
 
-def guesses(drafter: HostDrafter, shown: RowUpdate) -> list[int]:
-    return [*drafter.continued(shown).tokens]
-
-
-def test_rows_learn_from_each_other_and_the_oldest_goes():
-    cache = NGramCache(tiny_runner(3), 3, max_ngram=2, size=12)
-    assert guesses(cache, RowUpdate(0, 0, [1, 2, 3, 4], 0)) == []
-    assert guesses(cache, RowUpdate(1, 1, [9, 2], 0)) == [3, 4]
-    assert guesses(cache, RowUpdate(0, 0, [1, 2, 3, 4, 5, 6], 4)) == []
-    assert guesses(cache, RowUpdate(1, 1, [9, 2, 4], 2)) == [5, 6]
-    for i in range(10, 30):
-        cache.continued(RowUpdate(2, i, [i, i + 30], 0))
-    assert guesses(cache, RowUpdate(1, 1, [9, 2, 4, 2], 3)) == [], "it keeps 12 contexts"
-    assert guesses(cache, RowUpdate(0, 5, [29], 0)) == [59]
-
-
-def test_a_request_does_not_know_what_its_random_numbers_drew_before():
-    """Neither its own tokens of another time, nor those of another row at the same time; others may."""
-    cache = NGramCache(tiny_runner(3), 3)
-    first = RowUpdate(0, 3, [1, 2, 3, 4], 0, DRAWS)
-    assert guesses(cache, first) == [] and guesses(cache, RowUpdate(0, 3, [1, 2, 3, 4, 2], 4, DRAWS)) == [3, 4, 2]
-    again = RowUpdate(1, 3, [1, 2], 0, DRAWS)
-    assert guesses(cache, again) == guesses(cache, again._replace(tokens=[1, 2, 3, 8, 8, 8], n_seen=2)) == []
-    assert guesses(cache, RowUpdate(0, 3, [1, 2, 3, 4, 2, 3], 5, DRAWS)) == [4, 2, 3], "8 is of the other row"
-    assert guesses(cache, RowUpdate(2, 4, [1, 2], 0, (8, 3))) == guesses(cache, RowUpdate(2, 5, [1, 2], 0)) == [3, 4, 2]
-    table = cache._table
-    assert guesses(Markov(tiny_runner(3), 3, table), first) == []
-    assert guesses(Markov(tiny_runner(3), 3, table), first._replace(noise_key=None)) == [2, 3, 4]
+@pytest.mark.parametrize("damage", [lambda x: x[: len(x) // 2], lambda x: b"{" + x[7:], lambda x: b"[" * 100_000])
+def test_a_damaged_table_is_refused(damage: Callable[[bytes], bytes], tmp_path: Path):
+    path = tmp_path / "table.json"
+    counted(61).save(path, 61)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError, match=r"table\.json"):
+        NGramTable.load(path, 61)
 
 
 @pytest.mark.parametrize("kind", ["combined", "another text", "kept answers"])
@@ -130,10 +103,7 @@ def test_what_was_kept_leaves_the_joint_law_as_it_is(kind: str):
     runner = ModelRunner(
         law.TARGET, FullKVCache(law.TARGET.config, law.N_REQUESTS // 3, law.ROOM, dtype=law.TARGET.dtype)
     )
-    drafter = {
-        "another text": lambda: Suffix(runner, 2, law.PROMPTS[1] * 4),
-        "kept answers": lambda: Suffix(runner, 2, keep_answers=999),
-    }.get(kind, lambda: NGramCache(runner, 2, max_ngram=6))()
+    drafter = Suffix(runner, 2, law.PROMPTS[1] * 4) if kind == "another text" else Suffix(runner, 2, keep_answers=999)
     if kind == "combined":
         cache = StreamingKVCache(law.TARGET.config, runner.max_batch, 4, 1, dtype=law.TARGET.dtype)
         drafter = Combined(runner, SelfSpeculation(runner, cache, 2), [drafter], 3)
@@ -220,62 +190,3 @@ def test_a_rows_guess_stands_where_other_rows_have_none():
     out = generate(runner, prompts, drafter=drafter, max_new_tokens=20)
     rates = [row.acceptance_rate for row in out.stats.rows]
     assert out.tokens == plain.tokens and rates[1] == 1.0 > 0.5 > max(rates[0], rates[2])
-
-
-def look_up(text: list[int], gamma: int, max_ngram: int, match: str = "longest") -> list[int]:
-    """The rule in plain words: longest match first, then most tokens after it up to gamma, then the latest; or of the
-    longest matches the first, or the last."""
-    last, best = len(text) - 1, None
-    for place in range(last):
-        matched = 0
-        while matched < min(max_ngram, place + 1) and text[place - matched] == text[last - matched]:
-            matched += 1
-        available = min(gamma, last - place)
-        among = {"longest": (available, place), "first": -place, "last": place}[match]
-        if matched and (best is None or (matched, among) > best[:2]):
-            best = matched, among, place, available
-    return [] if best is None else text[best[2] + 1 : best[2] + 1 + best[3]]
-
-
-@pytest.mark.parametrize("match", ["longest", "first", "last"])
-def test_the_lookup_follows_its_rule_in_ragged_rows(match: str):
-    rng = random.Random(0)
-    n_drafted = set()
-    for _ in range(300):
-        rows = [[rng.randrange(rng.choice([2, 5, 50])) for _ in range(rng.randint(1, 25))] for _ in range(4)]
-        gamma, max_ngram = rng.randint(0, 5), rng.choice([1, 2, 3, 4, 30])
-        # What lies behind a row's last token is left over from another text and must not be looked at.
-        text = torch.tensor([row + [rng.randrange(5) for _ in range(32 - len(row))] for row in rows])
-        lengths = torch.tensor([len(row) - 1 for row in rows])
-        # A text may be shorter than the longest match that is looked for.
-        width = max(map(len, rows)) + rng.choice([0, 7])
-        place, n_tokens = find_ngram(text[:, :width], lengths, gamma, max_ngram, match)
-        for row, at, n in zip(rows, place.tolist(), n_tokens.tolist(), strict=True):
-            assert row[at + 1 : at + 1 + n] == look_up(row, gamma, max_ngram, match)
-            n_drafted.add(n)
-    assert n_drafted == set(range(6))
-
-
-def test_a_drafter_of_another_runner_is_refused():
-    model = tiny_model()
-    runner, other = ModelRunner(model, full_cache(model, 2)), ModelRunner(model, full_cache(model, 2))
-    for drafter in (NGram(runner, 2), Oracle(runner, {}, 2)):
-        with pytest.raises(ConfigError, match="another runner"):
-            generate(other, [[1], [2, 3]], max_new_tokens=2, drafter=drafter)
-
-
-@pytest.mark.parametrize("damage", [lambda x: x[: len(x) // 2], lambda x: b"{" + x[7:], lambda x: b"[" * 100_000])
-def test_a_damaged_file_of_n_grams_is_noted_and_left_out(damage, tmp_path: Path, capfd) -> None:
-    """Rows decode as with an empty table, and the file, which may be another program's, stays."""
-    path, prompts, outputs = tmp_path / "grams.json", random_prompts([5, 38, 17]), []
-    table = NGramTable(3)
-    table.learn(prompts[1])
-    table.save(path, tiny_runner(3).vocab_size)
-    damaged = damage(path.read_bytes())
-    path.write_bytes(damaged)
-    for given in (None, path):
-        runner = tiny_runner(3)
-        outputs.append(generate(runner, prompts, max_new_tokens=20, drafter=NGramCache(runner, 3, path=given)))
-    assert "note: " in capfd.readouterr().err and path.read_bytes() == damaged
-    assert outputs[0].tokens == outputs[1].tokens
-    assert outputs[0].stats.accepted == outputs[1].stats.accepted
