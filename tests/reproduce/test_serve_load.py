@@ -76,10 +76,3 @@ def test_a_load_is_recorded_with_what_rounds_did(measured, served: Served, tmp_p
 def test_requests_to_a_server_that_is_not_there_count_as_failed():
     phase = asyncio.run(load(Endpoint("http://127.0.0.1:9", {}), ["a", "b"], 2))
     assert "2 of 2: ConnectError" in str(failed(phase.answers)[0]) and failed([LONG, BRIEF]) == []
-
-
-def test_a_conversation_goes_on_behind_what_its_row_holds(served: Served):
-    endpoint = Endpoint(served.url, {"max_tokens": 9, "temperature": 0.6})
-    phase = asyncio.run(load(endpoint, ["a" * 90, "b" * 99], 2, 2))
-    assert failed(phase.answers) == [] and len(phase.answers) == 4
-    assert summary([phase])["reused_prompt_tokens"] >= 180  # the prompts of two first turns

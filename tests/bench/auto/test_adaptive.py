@@ -115,27 +115,6 @@ def test_a_drafter_that_missed_rounds_has_to_pay_for_catching_up():
     assert rounds_without(copies, (120, 300)) == [7, 7] and rounds_without(runs, (120, 300)) == [300, 300]
 
 
-def test_the_first_choice_is_that_of_the_acceptance_seen_while_costs_were_measured():
-    """The best gamma of the best drafter, or a plain round."""
-    for alpha in (0.6, 0.9):
-        best = max(GAMMAS[1:], key=lambda gamma, alpha=alpha: CHEAP.speedup(tokens_per_round(alpha, gamma), gamma))
-        assert abs(adaptive({8: [replace(CHEAP, acceptance=AcceptanceRate(alpha, 400))]}).choose(8).gamma - best) <= 1
-    assert adaptive({8: [replace(CHEAP, acceptance=AcceptanceRate(0.1, 400))]}).choose(8) == PLAIN
-    dear, cheap = (costs(100, ms, (115, 160), AcceptanceRate(alpha, 400)) for ms, alpha in ((60, 0.95), (15, 0.85)))
-    assert adaptive({8: [dear, cheap]}).choose(8).drafter == 1
-
-
-@pytest.mark.parametrize("alphas,wanted", [((0.9, 0.85), 1), ((0.95, 0.3), 0), ((0.6, 0.58), 1)])
-def test_the_best_of_several_budgets_is_found_and_found_again(alphas, wanted):
-    """A large one that is accepted more against a small one that costs less, without anything measured before; then
-    nothing but the large one's acceptance changes.
-    """
-    each = [costs(100, 20, (110, 150)), costs(100, 10, (110, 150))]
-    choices, _ = simulate(each, lambda n: alphas if n < 200 else (0.97, alphas[1]), 600)
-    assert [choice.drafter for choice in choices[150:200]].count(wanted) > 40
-    assert [choice.drafter for choice in choices[-100:]].count(0) > 75
-
-
 @pytest.mark.parametrize("drafting", [{"draft_ms": 40}, {"draft_ms": 0, "fixed_ms": 300}])
 def test_drafts_are_charged_where_their_model_runs(drafting):
     """Drafts that cost much pay while guesses from text take their place, and no longer than that."""

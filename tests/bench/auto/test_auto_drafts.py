@@ -93,16 +93,6 @@ def test_costs_are_of_rounds_in_which_the_model_runs(checkpoint: Path, monkeypat
     assert costs is not None and n_drafted == [1, 3, 6] * (UNTIMED_ROUNDS + FEWEST_TIMED)
 
 
-def test_a_record_names_the_draft_of_every_round(call):
-    flags = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64 --draft_budget 40"
-    ended = call("tests/selfspec_benchmark.py", f"{flags} --gamma auto --auto_drafts suffix ngram")
-    record = ended.record
-    assert record["auto_drafts"] == ["suffix", "ngram"] and record["identical_sequences"] == 2
-    assert [cost["draft"] for cost in record["measured_costs"]] == ["self", "suffix", "ngram"]
-    assert {choice["draft"] for choice in record["choices"]} <= {None, "self", "suffix", "ngram"}
-    assert all((choice["draft"] is None) == (choice["gamma"] == 0) for choice in record["choices"])
-
-
 def test_a_server_chooses_among_drafts(tmp_path: Path) -> None:
     """Answers are those of a server without a draft; a request's prediction is read."""
     folder, body = make_checkpoint(tmp_path), {"prompt": "abcabcabc", "max_tokens": 40, "temperature": 0}

@@ -10,12 +10,9 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from common.errors import CheckpointError, ConfigError
-from convert_hf_checkpoint import convert
 from models.checkpoints.chat_template import ChatTemplate, load_chat_template
-from models.checkpoints.manifest import read_manifest
 from models.checkpoints.tokenizer import load_tokenizer
 from tests.support.checkpoint_folders import ALPHABET, BOS, save_tokenizer
-from tests.support.gguf_files import write_tiny_gguf
 
 TEXT = "It is a truth universally acknowledged, that 12 naïve men must be in want of a wife.\n\n  “Yes.”"
 
@@ -206,16 +203,3 @@ def test_a_bad_template_is_refused_by_name(tmp_path: Path, template_file, settin
             (tmp_path / name).write_text(content)
     with pytest.raises((CheckpointError, ConfigError), match=said):
         load_chat_template(tmp_path, load_tokenizer(tmp_path)).render(QUESTION)
-
-
-@pytest.mark.parametrize("template_file", ["", LLAMA], ids=["alone", "beside another"])
-def test_a_ggufs_template_is_written_where_none_lies_beside_it(tmp_path: Path, template_file: str) -> None:
-    folder = tmp_path / "model"
-    write_tiny_gguf(folder, metadata={"tokenizer.chat_template": CHATML})
-    if template_file:
-        (folder / "chat_template.jinja").write_text(template_file)
-    for out in (tmp_path / "out", folder):
-        convert(folder, out)
-        assert (out / "chat_template.jinja").read_text() == (template_file or CHATML)
-        assert read_manifest(out)["files"]["chat_template.jinja"].get("generated", False) == (not template_file)
-        assert load_chat_template(out, load_tokenizer(out)).tokens["bos_token"] == "<|im_start|>"

@@ -79,17 +79,6 @@ def test_a_damaged_download_is_refused(tmp_path, monkeypatch, arrived):
     assert not (tmp_path / "manifest.json").exists()
 
 
-def test_another_repository_in_the_same_folder_is_refused(tmp_path, monkeypatch):
-    """The first repository can be fetched again."""
-    FakeHub(monkeypatch, {"model.safetensors": b"w", "config.json": b"{}"})
-    for _ in "12":
-        download_repo("owner/first", tmp_path)
-    hub = FakeHub(monkeypatch, {"model-1.safetensors": b"v", "config.json": b"[]"})
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        download_repo("owner/second", tmp_path)
-    assert hub.calls == [] and (tmp_path / "config.json").read_bytes() == b"{}"
-
-
 @pytest.mark.parametrize("failure", [OSError("401"), OfflineModeIsEnabled(""), HFValidationError("bad id"), None])
 def test_hub_failures_and_a_repository_without_weights_are_errors(tmp_path, monkeypatch, failure):
     FakeHub(monkeypatch, {"config.json": b"{}"}, failure)
