@@ -58,9 +58,6 @@ class DraftOptions:
     the other entries"""
     refresh: Given[int] = None
     """verify_topk, retrieval: rounds after which entries are chosen anew (default: 1 and 4)"""
-    score_queries: Given[Literal["ends", "all"]] = None
-    """verify_topk: the queries of a verification that choose: of its first and its last accepted token (ends), or of
-    all, the default"""
     chunk: Given[int] = None
     """retrieval: tokens of a chunk, which are chosen together (default: 8)"""
     quant_group: Given[int] = None
