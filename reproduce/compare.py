@@ -128,6 +128,8 @@ class Flags:
         whole = [name for name in ("prompts", "chat", "tasks") if getattr(self, name)]
         if self.tasks and len(whole) > 1:
             refuse("tasks", whole[0], "no other prompts", "there are two sets of prompts", "leave one out")
+        if self.tasks and self.gen_len != Flags.gen_len:
+            refuse("gen_len", self.gen_len, "left out", "tasks have their own numbers of new tokens")
         if whole and BOOK in self.kinds:
             what = "a text that is teacher-forced is cut from the data set"
             refuse("texts", BOOK, f"{GREEDY} or {SAMPLED}", what, f"leave out {flag(whole[0])}")
