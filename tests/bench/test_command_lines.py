@@ -109,6 +109,7 @@ def test_a_token_is_not_repeated():
         (COST_MODEL, "--modl x", ["--modl", "use --model,"]),
         ("reproduce/plot.py", "x.jsonl --output x.svg", ["--output", "use --figures,"]),
         (BENCHMARKS[0], "--B many", ["--B", "'many'"]),
+        (BENCHMARKS[2], "--draft_policy streming", ["streming", "snapkv, ", "use streaming"]),
     ],
 )
 def test_a_misspelt_word_is_named_with_what_is_nearest(program: str, words: str, named: list[str]):
