@@ -1,6 +1,7 @@
 """The cost model: the formula and the roofline by hand, what pays best, and costs that runs have measured."""
 
 import json
+import re
 from dataclasses import replace
 from statistics import median
 
@@ -88,6 +89,19 @@ def test_the_program_predicts_without_a_checkpoint(tmp_path, monkeypatch):
     assert row["predicted_plain_ms"] == pytest.approx(wanted, abs=1e-4)
     assert all(name.startswith("predicted_") for name in row if name.endswith("_ms"))
     assert record["best"][0]["draft_policy"] == "streaming" and record["best"][0]["predicted_speedup"] > 1
+
+
+@pytest.mark.parametrize(
+    "machine,fits", [("8xA100", True), ("2xA100", False), ("2xbandwidth=2e12,ops=3e14,link=3e11", True)]
+)
+def test_sizes_that_do_not_fit_the_memory_are_named_and_nothing_there_is_best(machine, fits):
+    entries, weights = 64 * 32512 * LLAMA_3.kv_bytes_per_token(2), 2 * LLAMA_3.n_parameters
+    found = find_machine(machine)
+    assert ModelStorage(LLAMA_3).resident_bytes(found, 64 * 32512) == (entries + weights) / found.devices
+    ended = run(COST_MODEL, EXAMPLE.replace("8xA100", machine).split())
+    assert ("64 rows of 32000 tokens do not fit" in ended.err) != fits
+    assert (ended.record["best"][0]["predicted_speedup"] is None) == ("does not fit" in ended.out) != fits
+    assert bool(re.search(r" streaming .* \d\.\d\d$", ended.out, re.MULTILINE)) == fits
 
 
 @pytest.mark.parametrize(("file", "model", "most"), [("gpu", LLAMA_3, 0.05), ("gpu_speedups", SMOLLM, 0.3)])

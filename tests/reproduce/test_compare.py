@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench import passes
+from bench import few_rounds, passes
 from models.checkpoints.model_source import find_model
 from reproduce.helpers import llama_cpp
 from tests.support.programs import run
@@ -63,6 +63,20 @@ def test_acceptance_on_kinds_of_text(call):
         assert (row["draft_budget"] is None) == (policy in ("full", None))
     assert min(row["acceptance_rate"] for row in rows) < 1
     assert len({(row["text"], row["tokens_sha256"]) for row in rows}) == 3
+
+
+def test_repeats_make_no_rate_more_certain(call):
+    """A speedup has a standard error, and a note if it is of few rounds."""
+    how = HOW.replace("12", "5")
+    flags = f"{how} --contexts 60 --num_prompts 4 --temperature 1 --seed 2 --drafters self:snapkv --draft_budget 40"
+    ended = [call(SCRIPT, f"{flags} --repeats {n}") for n in (1, 3)]
+    (once,), (thrice,) = (each.record["rows"] for each in ended)
+    assert once["verification"] == "coupled" and once["identical_sequences"] == 4
+    assert once["acceptance_standard_error"] == thrice["acceptance_standard_error"] > 0
+    for row, each in zip((once, thrice), ended, strict=True):
+        (note,) = few_rounds(row)
+        assert row["speedup_standard_error"] > 0 and f"± {row['speedup_standard_error']:.2f}" in each.out
+        assert note in each.out
 
 
 # Categories of one to three conversations of different lengths, which do not all go on.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bench import passes
+from common.errors import ConfigError
 from models.checkpoints.tokenizer import load_tokenizer
 from reproduce.tasks.infinitebench import METRICS as INFINITEBENCH
 from reproduce.tasks.longbench import METRICS as LONGBENCH
@@ -65,6 +66,16 @@ def test_a_text_of_ruler_has_its_answers_and_fits(name: str, tokenizer, book: st
             assert len(example.prompt) <= most
             if name != "cwe":  # a longer list of words needs more words than this book has
                 assert len(example.prompt) > most - 40, "another sentence does not fit"
+
+
+def test_a_refusal_says_how_long_a_context_has_to_be(tokenizer, book: str):
+    task = find_task("ruler", "cwe")
+    with pytest.raises(ConfigError) as caught:
+        made(task, 1, Encoder(tokenizer, None, 50), 7, book)
+    (least,) = map(int, re.findall(r"required: (\d+)", str(caught.value)))
+    made(task, 1, Encoder(tokenizer, None, least), 7, book)
+    with pytest.raises(ConfigError):
+        made(task, 1, Encoder(tokenizer, None, least - 1), 7, book)
 
 
 METRIC_CASES = [
@@ -159,3 +170,18 @@ def test_tasks_are_scored_by_plain_decoding(call, checkpoint: Path, book: str, t
             assert row["scores"] == pytest.approx(right, abs=1e-4)
             assert row["score"] == pytest.approx(sum(right) / 3, abs=1e-4) and row["score_standard_error"] is None
     assert any(row["score"] for row in ended.record["rows"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tasks ruler:nothing", "niah_single_1"),
+        ("--tasks squad:vt", "longbench"),
+        ("--tasks ruler:vt --chat", "two sets of prompts"),
+        ("--tasks ruler:vt --texts book", "teacher-forced"),
+        ("--tasks ruler:vt --gen_len 32", "--gen_len"),
+        ("--tasks ruler:vt --contexts 700 50", "no room"),
+    ],
+)
+def test_flags_that_contradict_tasks_are_refused(call, book: str, flags: str, message: str):
+    assert message in call(SCRIPT, f"{FLAGS} --dataset {book} --drafters ngram {flags}").refusal
