@@ -1,11 +1,8 @@
-"""Intervals of acceptance and of its differences, and needles in prompts."""
-
-import re
+"""Intervals of acceptance, and of its difference between drafts of one text."""
 
 import numpy as np
 import pytest
 
-from reproduce.helpers.batches import KINDS, LATEST, needles
 from reproduce.helpers.pairs import interval, with_differences
 from reproduce.helpers.records import Record
 
@@ -41,29 +38,3 @@ def test_rows_are_compared_with_the_row_of_their_text_and_budget():
     assert differences[0] is differences[1] is None and differences[4:] == [None] * 3
     assert 0 < differences[2].value < 0.04 and str(differences[3]).startswith("no difference shown (-0.0")
     assert str(differences[2]).startswith("+0.0")
-
-
-TEXTS = [[1] * 2400, [2] * 2100, [3] * 2250]
-
-
-def encode(text: str) -> list[int]:
-    """A token for each character, none of them one of the texts'."""
-    return [ord(character) for character in text]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_needles_stand_early_and_answers_repeat_them(kind):
-    n_told, n_asked = KINDS[kind]
-    prompts, answers = needles(kind, TEXTS, encode, 99)
-    assert [len(prompt) for prompt in prompts] == [2400, 2100, 2250] and len({*map(len, answers)}) == 1
-    for prompt, answer, own in zip(prompts, answers, (1, 2, 3), strict=True):
-        text, said = ("".join(map(chr, tokens)) for tokens in (prompt, answer))
-        told = re.findall(r"magic codes for (\w+) is: (\w{16})", text)
-        question = text[text.index("What are all") :]
-        asked = re.findall(r"\w+", re.findall("text for (.*)[?]", question)[0].replace(" and ", " "))
-        assert len(told) == n_told and len(asked) == n_asked and question.endswith("They are: ")
-        assert prompt[0] == own and text.rindex("One of the special") < LATEST * len(prompt) + 90 * n_told
-        right = ", ".join(f"{key}: {dict(told)[key]}" for key in asked) + "."
-        assert right.startswith(said) and len(right) - len(said) < 8
-    assert needles(kind, TEXTS, encode, 7)[1] == [answer[:7] for answer in answers]
-    assert needles(kind, TEXTS, encode, 99) == (prompts, answers) != needles(kind, TEXTS, encode, 99, seed=1)
