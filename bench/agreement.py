@@ -17,7 +17,7 @@ from engine.drafters.config import DraftPlan
 from engine.drafters.stored import Weights
 
 # Files and folders: ranks compare only whether each is given, since paths differ between machines.
-PATHS = {"model", "draft_model", "draft_of_draft", "draft_text", "markov_table", "ngram_cache", "prompts", "dataset"}
+PATHS = {"model", "draft_model", "draft_of_draft", "draft_text", "markov_table", "prompts", "dataset"}
 PATHS |= {"prefix_cache", "save_rows", "output", "path"}
 # What may differ between machines, and names that come from paths.
 LEFT_OUT = {"device", "name", "rank_timeout", "prefix_cache_gb"}

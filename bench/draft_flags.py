@@ -20,7 +20,6 @@ from common.errors import refuse
 from common.say import note_without_effect
 from engine.drafters.combined import text_kinds
 from engine.drafters.config import DrafterConfig, require_gamma
-from engine.drafters.ngram import Match
 from kv_cache.policy import policies
 from models.names import Dtype, KVDtype, Scheme
 
@@ -59,9 +58,6 @@ class DraftOptions:
     the other entries"""
     refresh: Given[int] = None
     """verify_topk, retrieval: rounds after which entries are chosen anew (default: 1 and 4)"""
-    score_queries: Given[Literal["ends", "all"]] = None
-    """verify_topk: the queries of a verification that choose: of its first and its last accepted token (ends), or of
-    all, the default"""
     chunk: Given[int] = None
     """retrieval: tokens of a chunk, which are chosen together (default: 8)"""
     quant_group: Given[int] = None
@@ -92,21 +88,14 @@ class DraftOptions:
     text_match: Given[int] = None
     """tokens that --text_drafts have to have found a guess by, for it to stand in for the model's (default: 8)"""
     max_ngram: Given[int] = None
-    """ngram, cache: longest match that is looked for (default: 3)"""
-    ngram_match: Given[Match] = None
-    """ngram: of matches of the same length: with the most tokens after it, then the latest (longest, the default); or
-    the first, or the last"""
+    """ngram: longest match that is looked for (default: 3)"""
     draft_text: Given[str] = None
     """suffix: file of a text in which matches are looked up, too, such as one that the answer repeats with changes"""
     keep_answers: Given[int] = None
     """suffix: contexts that it keeps of the answers to each of the latest 32 prompts, to draft by for requests of the
     same prompt (default: 0)"""
     markov_table: Given[str] = None
-    """markov: a file that reproduce/markov_table.py or --ngram_cache wrote"""
-    ngram_cache: Given[str] = None
-    """cache: file that its n-grams are loaded from, if it exists, and saved to"""
-    ngram_cache_size: Given[int] = None
-    """cache: contexts that it keeps, the latest (default: 262144)"""
+    """markov: a file that reproduce/markov_table.py wrote"""
     draft_options: tuple[str, ...] = ()
     """NAME=VALUE ...: options of drafts and policies that have no flag here"""
 

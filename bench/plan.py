@@ -163,9 +163,6 @@ def candidates(drafts: Sequence[DrafterConfig], target: PlannedTarget, ablate: b
     if len(set(kinds)) > 1 and (small := [plan for plan in plans if plan.gamma < 1]):
         what = "the draft's cache has no room for a verification block"
         refuse("draft_budget", small[0].capacity, "room for 2 tokens", what, f"use a larger {flag('draft_budget')}")
-    if len(plans) > 1 and sum(Trait.SAVES_TEXTS in plan.config.traits for plan in plans) > 1:
-        what, seen = "each of the drafts to choose among would save its n-grams", f"a file for {len(plans)} drafts"
-        refuse("ngram_cache", seen, "a single draft that saves", what, "leave it out")
     return tuple(plans)
 
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from operator import eq
 from statistics import mean, median
 from typing import Any
 
@@ -32,8 +33,8 @@ COUNTED = (
     *("acceptance_rate", "acceptance_per_position", "mean_accepted_length"),
 )
 
-# Entries of a draft's configuration that records have next to it, or that older records nest.
-NO_OPTIONS = ("draft", "gamma", "draft_model", "draft_ranks", "name", "policy", "policies", "texts", "alternatives")
+# Entries of a draft's configuration that records have next to it.
+NO_OPTIONS = ("draft", "gamma", "draft_model", "draft_ranks")
 
 
 def tokens_per_second(output: GenerateOutput | None) -> float | None:
@@ -60,11 +61,6 @@ def acceptance(rows: Sequence[Counts] | None) -> dict[str, Any]:
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
     return None if numerator is None or not denominator else numerator / denominator
-
-
-def identical_rows(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> int:
-    """Return the number of rows whose tokens are equal in both."""
-    return sum(x == y for x, y in zip(a, b, strict=True))
 
 
 def tokens_sha256(rows: Sequence[Sequence[int]]) -> str:
@@ -98,7 +94,9 @@ def gains(plan: Plan, plain: GenerateOutput | None, output: GenerateOutput | Non
     """Return what a pass accepted and gained over plain decoding; None for what was not measured, and for acceptance of
     random weights, which means nothing."""
     drafted = output if plan.target.has_text else None
-    same = identical_rows(plain.tokens, output.tokens) if plain and output and plan.reproducible else None
+    same = None
+    if plain and output and plan.reproducible:
+        same = sum(map(eq, plain.tokens, output.tokens))
     return {
         **acceptance(drafted.stats.rows if drafted else None),
         "speedup": ratio(tokens_per_second(drafted), tokens_per_second(plain)),
@@ -130,16 +128,12 @@ def nested(config: Any) -> Any:
 
 
 def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a record's draft, by flag; older records nest them, or have them next to their results."""
+    """Return the options of a record's draft, by flag; older records have them next to their results."""
     config = record.get("config", {})
-    options = config.get("draft", {})
-    named = {"text_drafts": options.get("texts"), "auto_drafts": config.get("auto_drafts", options.get("alternatives"))}
-    names = {
-        option: [draft.get("draft") or draft["name"] for draft in drafts or ()] for option, drafts in named.items()
-    }
-    options = options | options.get("policy", {}) | {option: found for option, found in names.items() if found}
-    known = {name: value for name, value in options.items() if name not in NO_OPTIONS and value is not None}
-    return known | {name: record[name] for name in option_names() if name in record}
+    options = {name: value for name, value in config.get("draft", {}).items() if name not in NO_OPTIONS}
+    if others := config.get("auto_drafts"):
+        options["auto_drafts"] = [draft["draft"] for draft in others]
+    return options | {name: record[name] for name in option_names() if name in record}
 
 
 def settings_record(session: Session) -> dict[str, Any]:

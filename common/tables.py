@@ -29,15 +29,15 @@ class Column:
         return self.format(value) if callable(self.format) else format(value, self.format)
 
 
-def console(rows: Iterable[Any], columns: Sequence[Column], indent: str = "  ") -> str:
-    """Return a line of heads and a line for each row, in columns that are as wide as their longest cell."""
+def console(rows: Iterable[Any], columns: Sequence[Column]) -> str:
+    """Return a line of heads and a line for each row, indented, in columns that are as wide as their longest cell."""
     lines = _lines(rows, columns)
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     drawn = (
         "  ".join(f"{cell:{column.align}{width}}" for cell, column, width in zip(line, columns, widths, strict=True))
         for line in lines
     )
-    return "\n".join(f"{indent}{line}".rstrip() for line in drawn)
+    return "\n".join(f"  {line}".rstrip() for line in drawn)
 
 
 def markdown(rows: Iterable[Any], columns: Sequence[Column]) -> str:

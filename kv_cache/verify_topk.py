@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,12 +16,7 @@ from kv_cache.refreshed import Refreshed, RefreshedKVCache, VerificationScores
 
 class VerifyTopKCache(RefreshedKVCache):
     """Keeps the chunks that the last verification attends to most (Vegas, arXiv 2602.07223; PillarAttn, arXiv
-    2512.01278): its first and its last accepted token ("ends"), or every token ("all"), with the last accepted token in
-    place of rejected ones."""
-
-    def __init__(self, config: KVShape, max_batch: int, policy: VerifyTopK, device: Device, dtype: torch.dtype) -> None:
-        super().__init__(config, max_batch, policy, device, dtype)
-        self._by_ends = policy.score_queries == "ends"
+    2512.01278), by every token, with the last accepted token in place of rejected ones."""
 
     def new_scores(self, n_token: int, n_head: int, dtype: torch.dtype, capacity: int) -> VerificationScores:
         n_layer, max_batch, n_kv_head = self.keys.shape[:3]
@@ -33,8 +28,7 @@ class VerifyTopKCache(RefreshedKVCache):
     ) -> Iterator[Tensor]:
         n_token = seen.shape[2]
         tokens = torch.arange(n_token, device=self.device)
-        which = tokens[:: max(1, n_token - 1) if self._by_ends else 1]
-        which = torch.minimum(which, n_accepted[:, None] - 1).clamp(min=0)
+        which = torch.minimum(tokens, n_accepted[:, None] - 1).clamp(min=0)
         # How often each token counts, `[B, 1, n_token]`: shares are summed by a product.
         counts = (which[..., None] == tokens).sum(dim=1, keepdim=True).float()
         for of_layer in seen:
@@ -48,8 +42,6 @@ class VerifyTopK(Refreshed):
 
     name: ClassVar[str] = "verify_topk"
     refresh: int = 1
-    score_queries: Literal["ends", "all"] = "all"
-    """the queries of a verification that choose: of its first and its last accepted token (ends), or of all"""
 
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return VerifyTopKCache(config, max_batch, self, device, dtype)

@@ -1,7 +1,7 @@
 """Compare drafters with plain decoding in turns, after the same prompts: what they gain, and what is accepted.
 
     python -m reproduce.compare --drafters self suffix ngram --contexts 512 2000 7500 --B 1 --num_prompts 5
-    python -m reproduce.compare --drafters self:streaming self:snapkv --budgets 64 256 --texts sampled book passkey
+    python -m reproduce.compare --drafters self:streaming self:snapkv --budgets 64 256 --texts sampled book
     python -m reproduce.compare --drafters self --gammas 1 3 5 auto --budgets 128 512 auto --repeats 3
     python -m reproduce.compare --prompts reproduce/prompts/copying.jsonl --drafters ngram suffix+self
     python -m reproduce.compare --chat --prompts spec-bench --per_category 10
@@ -20,8 +20,8 @@ drafter's on the same text, with its 95% interval over rows.
 --tasks: `score` is the mean of the task's metric over the answers of plain decoding, which drafts do not change. The
 texts of ruler: are made by --seed; contexts of files that are too long lose their middle.
 
---texts: greedy and sampled are decoded; book (the data set's text after each prompt), passkey and multikey (the right
-answers to questions about facts that stand early in a prompt) are teacher-forced, which measures acceptance alone.
+--texts: greedy and sampled are decoded; book (the data set's text after each prompt) is teacher-forced, which measures
+acceptance alone.
 """
 
 import re
@@ -45,7 +45,7 @@ from common.provenance import provenance
 from common.say import note_without_effect
 from common.tables import console
 from engine.drafters.config import DrafterConfig
-from reproduce.helpers.batches import KINDS, Batch, batches_of, examples_of, longest_form, turns_of
+from reproduce.helpers.batches import Batch, batches_of, examples_of, longest_form, turns_of
 from reproduce.helpers.columns import of, shown
 from reproduce.helpers.contenders import SETTINGS, Decoder, Forced, summary_rows
 from reproduce.helpers.drafters import named_configs
@@ -55,9 +55,8 @@ from reproduce.helpers.records import Record
 from reproduce.tasks.task import Example, Task, tasks_of
 
 CHATS = "reproduce/prompts/question.jsonl"
-PLAIN, GREEDY, SAMPLED = "plain", "greedy", "sampled"
-FORCED = ("book", *KINDS)
-TEXTS: Any = Literal[(GREEDY, SAMPLED, *FORCED)]
+PLAIN, GREEDY, SAMPLED, BOOK = "plain", "greedy", "sampled", "book"
+TEXTS: Any = Literal["greedy", "sampled", "book"]
 TEMPERATURE, CONTEXT = 0.6, 2000
 STORAGES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -128,9 +127,9 @@ class Flags:
         whole = [name for name in ("prompts", "chat", "tasks") if getattr(self, name)]
         if self.tasks and len(whole) > 1:
             refuse("tasks", whole[0], "no other prompts", "there are two sets of prompts", "leave one out")
-        if whole and (forced := [text for text in self.kinds if text in FORCED]):
+        if whole and BOOK in self.kinds:
             what = "a text that is teacher-forced is cut from the data set"
-            refuse("texts", " ".join(forced), f"{GREEDY} or {SAMPLED}", what, f"leave out {flag(whole[0])}")
+            refuse("texts", BOOK, f"{GREEDY} or {SAMPLED}", what, f"leave out {flag(whole[0])}")
         require_appendable(self.output.output)
 
     @property
@@ -168,7 +167,7 @@ def open_sessions(flags: Flags, configs: Configs, context: int | None, ids: list
         drafts = [*chain.from_iterable(each for _, each in configs)]
         # A drafter that does not choose between caches leaves the memory before the next one is made.
         plans[storage] = bench.resolve_several(run, drafts, ids, at_once=None if any(chooses) else 1)
-    n_continued = flags.gen_len if {*FORCED}.intersection(flags.kinds) else 0
+    n_continued = flags.gen_len if BOOK in flags.kinds else 0
     return {storage: bench.Session.of_plan(plan, n_continued) for storage, plan in plans.items()}
 
 
@@ -208,7 +207,7 @@ def measure(
     for session, text in product(sessions.values(), flags.kinds):
         drafting = partial(session.variant, sampling=flags.sampling_of(text))
         each = [(name, drafting(draft=first, auto_drafts=tuple(rest))) for name, (first, *rest) in configs]
-        if text in FORCED:
+        if text == BOOK:
             forced += [Forced(name, text, variant) for name, variant in each if not variant.plan.chooses]
         else:
             decoders.append(plain := Decoder(PLAIN, text, drafting(draft=None)))
@@ -223,7 +222,7 @@ def measure(
             turn = [*decoders, *others][:: -1 if (n_batch + repeat) % 2 else 1]
             for contender in sorted(turn, key=lambda contender: contender.needs_plain):
                 contender.run(batch, repeat)
-        for contender in forced:  # last, since needles take the place of the prefilled prompts
+        for contender in forced:
             contender.run(batch)
         if flags.chat:
             tokenizer = next(iter(sessions.values())).tokenizer

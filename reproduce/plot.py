@@ -97,8 +97,6 @@ def point_of(x: float | None, rows: Sequence[Record], y: str) -> Point:
     repeats = [each for row in rows for each in row.get(f"{y}s") or [row[y]]]
     if len(repeats) == 1 and y in RATES and (found := interval(rows[0], name=y)):
         return Point(x, value, found.low, found.high)
-    if len(repeats) == 1 and y == "acceptance_rate" and (error := rows[0].get("acceptance_standard_error")):
-        return Point(x, value, value - 1.96 * error, value + 1.96 * error)  # a record without counts of rows
     return Point(x, value, min(repeats), max(repeats))
 
 

@@ -1,13 +1,11 @@
-"""foretoken.py compare: prompts decoded plainly and speculatively, live, then in figures and as a page."""
+"""foretoken.py compare: prompts decoded plainly and speculatively, live, then in figures."""
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader
 from rich.console import Console
 
 from bench.config import AUTO, ChatRows, ComparedSampling, Output, RunConfig, Sizes, Text
@@ -16,16 +14,13 @@ from bench.passes import run_passes
 from bench.record import make_record
 from bench.session import Session
 from bench.table import PROMPT_END, summary
-from common.errors import refuse
 from common.jsonl import publish
 from common.say import say
 from models.checkpoints.chat_template import NoChatTemplateError
 from terminal.models import ModelFlags
-from terminal.panes import TITLES, Panes, printable
+from terminal.panes import Panes, printable
 
-FOLDER = Path(__file__).parent
-# The page loads nothing from elsewhere.
-PAGE = Environment(loader=FileSystemLoader(FOLDER), autoescape=True).get_template("page.html")
+QUESTIONS = Path(__file__).parent / "questions.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +33,10 @@ class Compare(ModelFlags):
     sizes: Sizes = field(default_factory=lambda: Sizes(gen_len=128))
     rows: ChatRows = field(default_factory=ChatRows)
     output: Output = field(default_factory=Output)
-    save: str | None = None  # write both texts of every row to this file, as a page for a browser
 
     def run(self) -> None:
         """Decode both ways, then publish. Errors: UserError, before anything is loaded where possible."""
         config, console = self.config(), Console(stderr=True, highlight=False)
-        _check_page(self.save, config.output.output)
         session, names = _open(config)
         panes = Panes(names, console)
         passes = run_passes(session, panes.watch)
@@ -62,9 +55,6 @@ class Compare(ModelFlags):
             room = console.height - 2 - sum(1 + len(line) // console.width for line in lines)
             frame = panes.frame(console.width, room, is_running=False)
             console.print(frame, *(lines if on_screen else []), sep="\n", markup=False)
-        if self.save is not None:
-            page = PAGE.render(names=names, tracks=panes.tracks, figures=lines, titles=TITLES)
-            Path(self.save).write_text(page, encoding="utf-8")
 
 
 def _open(config: RunConfig) -> tuple[Session, list[str]]:
@@ -77,7 +67,7 @@ def _open(config: RunConfig) -> tuple[Session, list[str]]:
         session = Session.open(replace(config, rows=replace(config.rows, chat=False)))
         assert session.tokenizer is not None
         return session, [printable(session.tokenizer.decode(prompt[-PROMPT_END:])) for prompt in session.prompts]
-    rows = replace(config.rows, prompts=prompts or str(FOLDER / "questions.jsonl"))
+    rows = replace(config.rows, prompts=prompts or str(QUESTIONS))
     try:
         source.chat_template()
         rows = replace(rows, stop_at_eos=True)  # after the end of its answer a model talks to itself
@@ -95,14 +85,3 @@ def first_difference(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> 
             if len({*tokens}) > 1:
                 return {"row": row, "token": index}
     return None
-
-
-def _check_page(save: str | None, output: str | None) -> None:
-    """Raise ConfigError for a page that cannot be written."""
-    if save is None:
-        return
-    page = Path(save).resolve()
-    can_write = not page.is_dir() and os.access(page if page.exists() else page.parent, os.W_OK)
-    if not can_write or (output is not None and page == Path(output).resolve()):
-        required = "another file than --output, in an existing, writable folder"
-        refuse("save", save[:80] or "an empty name", required, "a page cannot be written", "rename it")

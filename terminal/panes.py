@@ -38,11 +38,10 @@ def printable(text: str) -> str:
 
 
 class Token(NamedTuple):
-    """A token of a row. round: from 1, or 0 for the prefill. seconds: sum of the pass's rounds up to this token."""
+    """A token of a row. drafted: True for an accepted draft token. seconds: sum of the pass's rounds up to it."""
 
     text: str
     drafted: bool
-    round: int
     seconds: float
 
 
@@ -93,13 +92,12 @@ class Track(Progress):
     def _take(self, request: Request, rejected: Sequence[int], accepted: int, n_kept: int) -> None:
         row, stream, tokens = self.rows[request.index], self._streams[request.index], request.tokens
         self.rejected[request.index] = printable(self._tokenizer.decode(rejected))
-        first, number = len(tokens) - n_kept, row[-1].round + 1 if row else 1
+        first = len(tokens) - n_kept
         for index in range(len(row), len(tokens)):
             text = stream.add(tokens[index])
             if request.finish_reason and index == len(tokens) - 1:
                 text += stream.rest()
-            is_drafted, round_ = first <= index < first + accepted, number if index >= first else 0
-            row.append(Token(printable(text), is_drafted, round_, self.seconds))
+            row.append(Token(printable(text), first <= index < first + accepted, self.seconds))
 
 
 def wrapped(tokens: Sequence[Token], name: str, width: int, console: Console) -> list[Text]:

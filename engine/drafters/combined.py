@@ -11,7 +11,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from common.errors import flag, refuse
+from common.errors import refuse
 from engine.batch import Batch
 from engine.drafters.base import Drafter, RowUpdate
 from engine.drafters.config import BuildInputs, DrafterConfig, DraftPlan, Maker, Trait, Wrapper, drafters
@@ -146,10 +146,6 @@ class Hybrid(Wrapper):
         self.wrapped.check()
         for text in self.texts:
             text.check()
-            if text.longest_match is not None and text.longest_match < self.text_match:
-                what = f"{text.kind} matches fewer tokens than a guess needs"
-                fix = f"use {flag('text_match')} {text.longest_match} or less"
-                refuse("text_match", self.text_match, f"<= {text.longest_match}", what, fix)
 
     def plan(self, target: PlannedTarget) -> HybridPlan:
         self.check()

@@ -36,7 +36,6 @@ class Trait(Flag):
     NEEDS_BASELINE = auto()  # proposes the output of plain decoding, which has to run first
     SHARES_TEXTS = auto()  # drafts by the texts of other requests, so that acceptance depends on them
     READS_PREDICTIONS = auto()  # looks matches up in a request's prediction, too
-    SAVES_TEXTS = auto()  # saves what it has learnt to a file
     SECOND_MODEL = auto()  # runs a model or a head next to the target
     HIERARCHICAL = auto()  # verifies the tokens of another draft
 

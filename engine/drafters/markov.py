@@ -17,7 +17,7 @@ from engine.drafters.text_drafter import Guess, HostDrafter, HostDrafterConfig
 from engine.runner import ModelRunner
 from models.checkpoints.manifest import atomic_path
 
-VERSION = 1
+VERSION = 2
 
 
 class NGramTable:
@@ -39,10 +39,6 @@ class NGramTable:
             n_old = len(self._followers) - self._size // 2
             self._followers = dict(islice(self._followers.items(), n_old, None))
 
-    def forget(self) -> None:
-        self.drawn.clear()
-        self._followers.clear()
-
     def continued(self, text: Sequence[int], n_tokens: int) -> Guess:
         """Guess, token by token, the most frequent follower of the longest known context; among equals the latest."""
         tokens: list[int] = []
@@ -59,20 +55,19 @@ class NGramTable:
     def save(self, path: Path, vocab_size: int) -> None:
         """Write the table to a file. Errors: CheckpointError if it cannot be written."""
         grams = [[*context, [*pair]] for context, counts in self._followers.items() for pair in counts.items()]
-        content = {"version": VERSION, "vocab_size": vocab_size, "order": self.order, "drawn": [*self.drawn]}
+        content = {"version": VERSION, "vocab_size": vocab_size, "order": self.order}
         with atomic_path(path) as partial:
             partial.write_text(json.dumps(content | {"grams": grams}))
 
     @classmethod
-    def load(cls, path: Path, vocab_size: int, size: int | None = None) -> NGramTable:
+    def load(cls, path: Path, vocab_size: int) -> NGramTable:
         """Read a table. Errors: DataError for a file that `save` did not write, or for another vocabulary."""
         required = f"n-grams of version {VERSION}, of a vocabulary of {vocab_size} ids"
         try:
             content = parse_json(path.read_bytes())
             if (content["version"], content["vocab_size"]) != (VERSION, vocab_size):
                 raise ValueError(f"version {content['version']}, {content['vocab_size']} ids")
-            table = cls(int(content["order"]), size)
-            table.drawn = {(int(seed), int(request)) for seed, request in content["drawn"]}
+            table = cls(int(content["order"]))
             for *context, (token, count) in content["grams"]:
                 if not all(0 <= int(part) < vocab_size for part in (*context, token)):
                     raise ValueError(f"token ids {[*context, token]}")
@@ -84,14 +79,14 @@ class NGramTable:
 
 
 class Markov(HostDrafter):
-    """Guesses by a fixed table. A row whose random numbers drew any of its texts gets no drafts (see `NGramCache`)."""
+    """Guesses by a fixed table. In rejection mode it must not hold texts that the requests' random numbers drew."""
 
     def __init__(self, runner: ModelRunner, gamma: int, table: NGramTable) -> None:
         super().__init__(runner, gamma)
         self._table = table
 
     def continued(self, update: RowUpdate) -> Guess:
-        return Guess() if update.noise_key in self._table.drawn else self._table.continued(update.tokens, self.gamma)
+        return self._table.continued(update.tokens, self.gamma)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,22 +14,19 @@ from engine.drafters.config import BuildInputs
 from engine.drafters.text_drafter import TextConfig, TextDrafter
 from engine.runner import ModelRunner
 
-Match: TypeAlias = Literal["longest", "first", "last"]
-
 
 class NGram(TextDrafter):
     """Proposes the tokens that followed the last tokens where these occurred before (Saxena, Prompt Lookup Decoding,
     2023).
 
-    The longest match of at most `max_ngram` tokens wins. Among equals `match` decides: "longest", the match with the
-    most tokens after it, up to gamma, then the latest; "first", as in transformers; "last", as in llama.cpp. Without a
-    match a row gets no draft. Errors: ConfigError if max_ngram is below 1.
+    The longest match of at most `max_ngram` tokens wins; among equals that with the most tokens after it, up to gamma,
+    then the latest. Without a match a row gets no draft. Errors: ConfigError if max_ngram is below 1.
     """
 
-    def __init__(self, runner: ModelRunner, gamma: int, max_ngram: int = 3, match: Match = "longest") -> None:
+    def __init__(self, runner: ModelRunner, gamma: int, max_ngram: int = 3) -> None:
         super().__init__(runner, gamma)
         require_at_least("max_ngram", max_ngram, 1)
-        self.max_ngram, self.match = max_ngram, match
+        self.max_ngram = max_ngram
         self._text = torch.zeros_like(runner.cache.positions)
 
     def follow(self, rows: Sequence[RowUpdate]) -> None:
@@ -41,7 +38,7 @@ class NGram(TextDrafter):
         self._text[rows, (lengths[:, None] - 1).clamp(min=0)] = batch.previous[:, None]
         self._text[rows, lengths[:, None]] = batch.current[:, None]
         text = self._text[batch.rows, : batch.extent(gamma)]
-        match, n_tokens = find_ngram(text, lengths, gamma, self.max_ngram, self.match)
+        match, n_tokens = find_ngram(text, lengths, gamma, self.max_ngram)
         ahead = torch.arange(1, gamma + 1, device=text.device)
         tokens = text.gather(1, (match[:, None] + ahead).clamp(max=text.shape[1] - 1))
         # The next round may match them; rejected tokens are overwritten, or lie after the row's end.
@@ -49,13 +46,11 @@ class NGram(TextDrafter):
         return tokens, n_tokens
 
 
-def find_ngram(
-    text: Tensor, lengths: Tensor, gamma: int, max_ngram: int, match: Match = "longest"
-) -> tuple[Tensor, Tensor]:
+def find_ngram(text: Tensor, lengths: Tensor, gamma: int, max_ngram: int) -> tuple[Tensor, Tensor]:
     """Find where each row's last tokens occurred before, and how many tokens to copy from after it.
 
     text: `[B, C]` int64; row b is known up to and including position `lengths[b]`. Returns the position `[B]` of the
-    last token of the match that `match` prefers, and `n_tokens [B]`, 0 .. gamma; 0 without a match. Both int64.
+    last token of the best match (see `NGram`), and `n_tokens [B]`, 0 .. gamma; 0 without a match. Both int64.
     """
     position = torch.arange(text.shape[1], device=text.device)
     last = lengths[:, None]
@@ -69,8 +64,7 @@ def find_ngram(
         matched += matches
     available = (last - position).clamp(min=0, max=gamma)
     size = text.shape[1]
-    among = {"longest": available * size + position, "first": size - 1 - position, "last": position}[match]
-    rank = matched * (gamma + 1) * size + among
+    rank = (matched * (gamma + 1) + available) * size + position
     best = rank.masked_fill(matched == 0, -1).argmax(dim=1, keepdim=True)
     found = matched.gather(1, best) > 0
     return best.squeeze(1), (available.gather(1, best) * found).squeeze(1)
@@ -82,11 +76,10 @@ class NGramConfig(TextConfig):
 
     name: ClassVar[str] = "ngram"
     max_ngram: int = 3
-    ngram_match: Match = "longest"
 
     def check(self) -> None:
         super().check()
         require_at_least("max_ngram", self.max_ngram, 1)
 
     def build(self, inputs: BuildInputs, gamma: int) -> NGram:
-        return NGram(inputs.runner, gamma, self.max_ngram, self.ngram_match)
+        return NGram(inputs.runner, gamma, self.max_ngram)

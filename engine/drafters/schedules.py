@@ -12,7 +12,6 @@ THRESHOLD = 0.4  # as in transformers
 # An adapted threshold is a multiple of 1 / N_STEPS, chosen once more than FEWEST_SEEN drafts were verified.
 FEWEST_SEEN, N_STEPS = 5, 20
 OF_CONFIDENCE = ("confidence_threshold", "p_min")
-OF_SCHEDULES = ("gamma_schedule", *OF_CONFIDENCE)
 
 
 class Schedule:

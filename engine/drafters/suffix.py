@@ -85,7 +85,9 @@ class Suffix(HostDrafter):
 
     keep_answers: the most contexts that are kept of the answers to each of the N_PROMPTS latest prompts, also while
     they grow (after arXiv 2411.04975). A guess by the answers to a row's prompt is preferred to a shorter match. In
-    rejection mode only the first request of a prompt, seed and id shares them, as with `NGramCache`.
+    rejection mode a guess must not depend on texts that the row's random numbers drew, before or in another row. So
+    only the first request of a prompt, seed and id shares them. Texts of other requests are independent of its numbers,
+    but its guesses depend on them: a seed keeps the distribution of the tokens in that mode, not the tokens.
     """
 
     def __init__(self, runner: ModelRunner, gamma: int, text: Sequence[int] = (), keep_answers: int = 0) -> None:

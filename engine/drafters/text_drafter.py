@@ -107,11 +107,6 @@ class TextConfig(DrafterConfig):
 class HostDrafterConfig(TextConfig):
     """Options of a draft that is looked up on the host, and can go in front of a model's drafts."""
 
-    @property
-    def longest_match(self) -> int | None:
-        """The most tokens that a guess can match; None: no bound, or unknown before the drafter is built."""
-        return None
-
     @abstractmethod
     def build(self, inputs: BuildInputs, gamma: int) -> HostDrafter: ...
 

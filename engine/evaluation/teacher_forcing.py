@@ -7,7 +7,7 @@ import torch
 from common.errors import refuse
 from engine.batch import Batch
 from engine.drafters import Drafter, HostDrafter, RowUpdate
-from engine.modes import resolve_mode
+from engine.modes import GREEDY
 from engine.requests import Request, check_prompt
 from engine.round import Round
 from engine.runner import ModelRunner, not_finite
@@ -21,10 +21,9 @@ def forced_acceptance(
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     continuations: Sequence[Sequence[int]],
-    sampling: SamplingParams | None = None,
-    verification: str = "auto",
 ) -> list[Counts]:
-    """Count how many drafts the target accepts after every (gamma + 1)-th token of a text that neither model wrote.
+    """Count how many drafts the target accepts greedily after every (gamma + 1)-th token of a text that neither model
+    wrote.
 
     A model that continues its output loops sooner or later, and a loop is easy to draft; a book does not loop. Row b
     begins with `prompts[b]`, and after each round the next gamma + 1 tokens of `continuations[b]` run in place of the
@@ -42,8 +41,7 @@ def forced_acceptance(
     for index, prompt in enumerate(prompts):
         check_prompt(runner, index, prompt, n_token, gamma)
     drafter.check(runner, max(map(len, prompts)) + n_token + gamma + 1)
-    params = [sampling or SamplingParams()] * n_rows
-    mode = resolve_mode(verification, params)
+    params = [SamplingParams()] * n_rows
     for row, prompt in enumerate(prompts):
         if (bad := runner.prefill(row, prompt).bad_position) is not None:
             raise not_finite(f"teacher forcing, row {row}", f"NaN or infinity at position {bad}")
@@ -51,10 +49,10 @@ def forced_acceptance(
     if reads_current:
         rows = enumerate(zip(prompts, continuations, strict=True))
         drafter.follow([RowUpdate(row, row, [*prompt, book[0]], len(prompt)) for row, (prompt, book) in rows])
-    requests = [Request(prompt, n_token, sampling=params[0]) for prompt in prompts]
+    requests = [Request(prompt, n_token) for prompt in prompts]
     batch = Batch(n_rows, Filters.of(params), runner.device, n_ids=runner.vocab_size)
     batch.set_rows(params, range(n_rows))
-    round_ = Round(runner, batch, drafter, gamma, mode)
+    round_ = Round(runner, batch, drafter, gamma, GREEDY)
     books = torch.tensor(continuations, device=runner.device)
     texts = [[*prompt, *book] for prompt, book in zip(prompts, continuations, strict=True)]
     counts = [Counts.of_gamma(gamma) for _ in range(n_rows)]

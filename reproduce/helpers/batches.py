@@ -1,6 +1,5 @@
-"""Batches of prompts: of a session, of a task, of conversations turn by turn, and needles (RULER, arXiv 2404.06654)."""
+"""Batches of prompts: of a session, of a task, and of conversations turn by turn."""
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -8,17 +7,9 @@ from itertools import chain
 
 import bench
 from bench.data import Prompt
-from common.errors import refuse
 from models.checkpoints.chat_template import ChatTemplate
 from reproduce.tasks.task import Example, Task
 
-NEEDLE = "One of the special magic codes for {key} is: {value}. "
-QUESTION = "\nWhat are all the special magic codes mentioned in the provided text for {keys}? They are: "
-KEYS = "amber basil cedar delta ember flint grove heron indigo juniper karma lotus maple nectar opal pearl"
-# By kind: the number of facts in the text, and of facts in the question (RULER's single, and multi-key and -query).
-KINDS = {"passkey": (1, 1), "multikey": (8, 2)}
-# Facts lie between these shares of the text: early, so that no recent window has them.
-EARLIEST, LATEST = 0.05, 0.5
 # The most tokens that a token of an answer becomes when its text is encoded again: three for each byte of a character
 # that was cut off.
 READ_AGAIN = 3
@@ -82,30 +73,3 @@ def longest_form(template: ChatTemplate, prompt: Prompt, gen_len: int) -> list[i
     empty = {"role": "assistant", "content": ""}
     ids = template.encode([*chain.from_iterable((turn, empty) for turn in turns[:-1]), turns[-1]])
     return ids + ids[:1] * (READ_AGAIN * gen_len * (len(turns) - 1))
-
-
-def needles(
-    kind: str, texts: Sequence[Sequence[int]], encode: Callable[[str], list[int]], n_answer: int, seed: int = 0
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Return prompts as long as the texts, in which facts and a question replace parts of the text; and the right
-    answers, cut to the shortest answer or to `n_answer` tokens. Errors: ConfigError for a text without room."""
-    rng, prompts, answers = random.Random(f"{seed} {kind}"), [], []
-    n_fact, n_question = KINDS[kind]
-    for text in texts:
-        values = {key: f"{rng.getrandbits(64):016x}" for key in rng.sample(KEYS.split(), n_fact)}
-        keys = rng.sample(list(values), n_question)
-        facts = [encode("\n" + NEEDLE.format(key=key, value=value)) for key, value in values.items()]
-        question = encode(QUESTION.format(keys=" and ".join(keys)))
-        n_left = len(text) - sum(map(len, facts)) - len(question)
-        if n_left < len(text) // 2:
-            what, fix = "a prompt has no room for facts and a question", "give longer prompts, or leave out these texts"
-            refuse(f"needles, {kind}", f"{len(text)} tokens", "twice what these take", what, fix)
-        places = sorted(int(n_left * rng.uniform(EARLIEST, LATEST)) for _ in facts)
-        prompt, last = list[int](), 0
-        for place, fact in zip(places, facts, strict=True):
-            prompt += [*text[last:place], *fact]
-            last = place
-        prompts.append([*prompt, *text[last:n_left], *question])
-        answers.append(encode(", ".join(f"{key}: {values[key]}" for key in keys) + "."))
-    shortest = min(n_answer, *map(len, answers))
-    return prompts, [answer[:shortest] for answer in answers]

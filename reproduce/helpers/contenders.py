@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from operator import itemgetter
 from statistics import fmean, median
@@ -15,7 +14,7 @@ from engine.controller import Controller, Fixed
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import Counts, Stats, counts_by_row, ratio_standard_error, total
 from engine.timing import PhaseTimer
-from reproduce.helpers.batches import KINDS, Batch, needles
+from reproduce.helpers.batches import Batch
 from reproduce.helpers.records import Record, grouped
 
 # Settings that differ between the rows of a record.
@@ -138,12 +137,8 @@ class Forced(Contender):
     written: list[list[int]] = field(default_factory=list)
 
     def run(self, batch: Batch) -> None:
-        prompts, written = batch.prompts, batch.continuations
-        if self.text in KINDS:
-            assert self.session.tokenizer is not None, "a model that was trained has text"
-            encode = partial(self.session.tokenizer.encode, add_bos=False)
-            prompts, written = needles(self.text, prompts, encode, self.session.plan.gen_len, batch.first)
-        self.count(batch, forced_acceptance(self.session.runner, self.session.drafter(), prompts, written))
+        session, written = self.session, batch.continuations
+        self.count(batch, forced_acceptance(session.runner, session.drafter(), batch.prompts, written))
         self.written.extend(written)
 
     def row(self) -> Record:

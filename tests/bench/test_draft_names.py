@@ -16,7 +16,7 @@ from kv_cache.snapkv import SnapKV
         *ALONE,
         "eagle:a/head",
         "standalone:m.pth=full@5",
-        "suffix+cache+self=snapkv@heuristic",
+        "suffix+markov+self=snapkv@heuristic",
         "self@auto",
         "self=auto@2",
     ],

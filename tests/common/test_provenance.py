@@ -81,8 +81,8 @@ def test_json_beyond_limits_is_not_called_damaged(text, why):
 def test_a_file_of_another_kind_is_named_as_such(path):
     path.write_bytes(b"\x00\xff a table of numbers")
     with pytest.raises(ConfigError) as error:
-        require_appendable(str(path), "ngram_cache")
-    assert "content" in error.value.what and "written" not in error.value.what and "--ngram_cache" in str(error.value)
+        require_appendable(str(path), "save_rows")
+    assert "content" in error.value.what and "written" not in error.value.what and "--save_rows" in str(error.value)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"a": 1}\n', b'{"torn'])

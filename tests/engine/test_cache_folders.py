@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from engine import ModelRunner, generate
-from engine.drafters.markov import NGramTable
-from engine.drafters.ngram_cache import NGramCache
+from engine import ModelRunner
 from engine.prefix_store import PrefixStore
 from models.kernels.build import BuildChoice, remembered
-from tests.support.tiny import full_cache, random_prompts, tiny_model, tiny_runner
+from tests.support.tiny import full_cache, random_prompts, tiny_model
 
 PROMPTS = random_prompts([5, 38, 17])
 
@@ -55,20 +53,3 @@ def test_the_choice_of_a_build_without_a_file_is_made_again(kind: str, tmp_path:
         in_place_of(memory.with_suffix(suffix), kind)
     assert remembered(memory, "choosing", lambda: choice) == choice
     assert BuildChoice(**json.loads(memory.read_text())) == choice
-
-
-@pytest.mark.parametrize("damage", [lambda x: x[: len(x) // 2], lambda x: b"{" + x[7:], lambda x: b"[" * 100_000])
-def test_a_damaged_file_of_n_grams_is_noted_and_left_out(damage, tmp_path: Path, capfd) -> None:
-    """Rows decode as with an empty table, and the file, which may be another program's, stays."""
-    path, outputs = tmp_path / "grams.json", []
-    table = NGramTable(3)
-    table.learn(PROMPTS[1])
-    table.save(path, tiny_runner(3).vocab_size)
-    damaged = damage(path.read_bytes())
-    path.write_bytes(damaged)
-    for given in (None, path):
-        runner = tiny_runner(3)
-        outputs.append(generate(runner, PROMPTS, max_new_tokens=20, drafter=NGramCache(runner, 3, path=given)))
-    assert "note: " in capfd.readouterr().err and path.read_bytes() == damaged
-    assert outputs[0].tokens == outputs[1].tokens
-    assert outputs[0].stats.accepted == outputs[1].stats.accepted

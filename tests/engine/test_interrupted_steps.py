@@ -30,7 +30,7 @@ ERRORS = KeyboardInterrupt, MemoryError, RuntimeError
 REUSES = "prefixes", "prompts", "nothing"
 WATCHED = "engine.", "kv_cache.", "models.llama", "tests.support.witness"
 # Their drafts depend on a row's text alone: in rejection mode a round that runs again draws the same tokens.
-BY_TEXT = (*REFERENCED, "ngram", "ngram, first match", "markov", *GUESSES)
+BY_TEXT = (*REFERENCED, "ngram", "markov", *GUESSES)
 RECOVERIES = "Decoder._recover", "Rows.forget_free", "ModelRunner.drop_graphs"
 RECOVERY = [f"{event} {name}" for event in ("call", "return") for name in RECOVERIES]
 

@@ -154,11 +154,10 @@ def kept_positions(rows: Rows, row: int, layer: int, head: int, source: torch.Te
 
 
 @over_group_sizes
-@pytest.mark.parametrize("score_queries", ["ends", "all"])
-def test_rounds_choose_what_lists_do(config, score_queries):
+def test_rounds_choose_what_lists_do(config):
     """Entries of ragged rows, all or some by name, are chosen by the queries of accepted tokens; a short row keeps its
     whole text."""
-    rows = Rows(topk_cache(config, score_queries=score_queries), tiny_model(config))
+    rows = Rows(topk_cache(config), tiny_model(config))
     short = rows.cache.entries[:, :, 1, :, : LENGTHS[1]].clone()
     heads_differ = False
     for n_accepted in ({0: 1, 1: 3, 2: 3, 3: 2}, {3: 2, 0: 3}, {1: 0, 3: 1, 2: 1}):
@@ -169,11 +168,11 @@ def test_rounds_choose_what_lists_do(config, score_queries):
             if row not in n_accepted:
                 assert torch.equal(rows.cache.entries[:, :, row], before[:, :, row])
                 continue
-            first, last = lengths[row], lengths[row] + n_accepted[row]
+            last = lengths[row] + n_accepted[row]
             # The last accepted token's query counts once more for each rejected one.
-            all_of_them = [*range(first, last), *[last] * (GAMMA + 1 - n_accepted[row])]
+            which = [*range(lengths[row], last), *[last] * (GAMMA + 1 - n_accepted[row])]
             for layer in range(config.n_layer):
-                expected = chosen_by_lists(rows, row, layer, [first, last] if score_queries == "ends" else all_of_them)
+                expected = chosen_by_lists(rows, row, layer, which)
                 source = rows.runner.cache.entries[layer, :, row, :, : len(rows.texts[row])]
                 heads_differ |= len(set(map(frozenset, expected))) > 1
                 for head, wanted in enumerate(expected):

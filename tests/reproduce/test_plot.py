@@ -52,8 +52,6 @@ def test_bars_are_the_range_of_repeats_or_an_interval_over_rows():
     for y, value in (("acceptance_rate", 0.65), ("mean_accepted_length", 1.65)):
         ((point,),) = lines([measured], "B", y).values()
         assert point.y == value and value - 0.4 < point.low < value - 0.1 and value + 0.1 < point.high < value + 0.4
-    earlier = record(1, None, acceptance_rate=0.5, acceptance_standard_error=0.1)
-    assert lines([earlier], "B", "acceptance_rate") == {"all": [(1, 0.5, pytest.approx(0.304), pytest.approx(0.696))]}
 
 
 def test_what_has_no_number_is_left_out_and_counted(draw, tmp_path: Path):

@@ -234,8 +234,7 @@ def test_other_names_lead_nowhere_without_a_key(served: Served):
         "--request_seconds nan",
         "--data_parallel 2",
         "--draft oracle",
-        "--text_match 2 --text_drafts cache --no_prefix_reuse",
-        "--draft suffix --keep_answers 9 --no_prefix_reuse",
+        "--text_drafts suffix --keep_answers 9 --no_prefix_reuse",
         "--draft suffix --keep_answers -1",
     ],
 )

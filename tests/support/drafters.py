@@ -18,7 +18,6 @@ from engine.drafters.combined import Combined
 from engine.drafters.markov import Markov, NGramTable
 from engine.drafters.medusa import Medusa
 from engine.drafters.ngram import NGram
-from engine.drafters.ngram_cache import NGramCache
 from engine.drafters.oracle import Oracle
 from engine.drafters.speculated import Speculated
 from engine.drafters.suffix import Suffix
@@ -78,9 +77,7 @@ def counted(vocab_size: int) -> NGramTable:
 # What needs no model, made of a runner and gamma.
 TEXT_DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "ngram": NGram,
-    "ngram, first match": partial(NGram, match="first"),
     "suffix": Suffix,
-    "cache": NGramCache,
     "markov": lambda runner, gamma: Markov(runner, gamma, counted(runner.vocab_size)),
 }
 
@@ -132,7 +129,8 @@ class Drafters:
             new_cache = partial(POLICIES[name.removeprefix(f"{head}, ")].make, size=size)
             return with_head(head, runner, new_cache, gamma, dim=self.dim, **windows)
         if kind == "combined":
-            return Combined(runner, self(rest), [make(runner, gamma) for make in (Suffix, NGramCache)], least_match=1)
+            texts = [Suffix(runner, gamma), Suffix(runner, gamma, keep_answers=99)]
+            return Combined(runner, self(rest), texts, least_match=1)
         if kind == "speculated":
             return Speculated(self(self.outer), self._inner(rest))
         if kind == "standalone":

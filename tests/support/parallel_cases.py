@@ -33,7 +33,7 @@ GROUP_SIZES = (1, 3, 4, 7)
 MODES = ("greedy", "coupled", "rejection")
 STANDALONE = ("streaming, positions in the cache", "snapkv", "quantized")
 DRAFTS = (
-    *("none", "ngram", "suffix", "cache", *(name for name in SELF_DRAFT_POLICIES if name != "full")),
+    *("none", "ngram", "suffix", *(name for name in SELF_DRAFT_POLICIES if name != "full")),
     *(f"standalone, {policy}" for policy in STANDALONE),
     *("medusa", "eagle-1, streaming", "eagle-3, full", "P-EAGLE, full", "dflash, streaming", "some layers"),
     *("combined, standalone, streaming", "changing", "speculated, ngram", "speculated, streaming", "speculated, model"),

@@ -167,7 +167,7 @@ def main(flags: Output) -> None:
     chosen = [None, *(policy() for policy in policies().values())]
     rows = [row_of(policy, mode) for mode in (GREEDY, "coupled", "rejection") for policy in chosen]
     record = {"benchmark": "round_costs", "B": N_ROW, "capacity": LENGTH, "gamma": GAMMA, "rounds": rows}
-    publish(flags.output, record | provenance(), console(rows, COLUMNS, indent=""))
+    publish(flags.output, record | provenance(), console(rows, COLUMNS))
 
 
 if __name__ == "__main__":

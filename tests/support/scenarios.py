@@ -36,7 +36,7 @@ HEAD_DRAFTS = tuple(f"{kind}, streaming" for kind in HEADS)
 SEE_ALL = ("full", "standalone, full")
 REFERENCED = ("none", *SEE_ALL)
 # In rejection mode, what these rounds draw depends on the batch that they are for.
-BY_BATCH = (PACED, "cache", "retrieval", *COMBINED)
+BY_BATCH = (PACED, "retrieval", *COMBINED)
 
 
 class World(Protocol):

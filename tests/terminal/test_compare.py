@@ -1,7 +1,6 @@
-"""foretoken.py compare: where tokens came from, what is drawn of two passes, what is said of them, and the page."""
+"""foretoken.py compare: where tokens came from, what is drawn of two passes, and what is said of them."""
 
 import fcntl
-import html
 import io
 import json
 import os
@@ -29,7 +28,7 @@ from terminal.panes import Panes, Token, Track, printable
 from tests.support.programs import ROOT, run
 
 COMPARE = "foretoken.py compare"
-TEXTS = ["Call me <b>Ishmael</b> & co.", "It was the best of times, it was the worst of times", "No"]
+TEXTS = ["Call me Ishmael & co.", "It was the best of times, it was the worst of times", "No"]
 SIZES = "--gen_len 24 --dtype float64 --device cpu --draft_budget 16"
 
 
@@ -60,12 +59,12 @@ def test_origins_are_those_of_the_rounds(checkpoint: Path) -> None:
     track = Track(recorder, session.tokenizer, 3, lambda: drawn.append(track.seconds))
     out = session.generate(session.drafter(), progress=track)
     for index, (row, tokens) in enumerate(zip(track.rows, out.tokens, strict=True)):
-        expected = [(False, 0)]
-        for number, (outcome, n_kept) in enumerate(recorder.rounds[index], 1):
+        expected = [False]
+        for outcome, n_kept in recorder.rounds[index]:
             assert len(outcome.drafts) == 3
             block = [place < len(outcome.block) - 1 for place in range(len(outcome.block))]
-            expected += [(drafted, number) for drafted in block[:n_kept]]
-        assert [(token.drafted, token.round) for token in row] == expected
+            expected += block[:n_kept]
+        assert [token.drafted for token in row] == expected
         assert "".join(token.text for token in row) == printable(session.tokenizer.decode(tokens))
         assert [token.seconds for token in row] == sorted(token.seconds for token in row)
     accepted = [sum(token.drafted for token in row) for row in track.rows]
@@ -88,7 +87,7 @@ def frame(rows: list[list[Token]], seconds: float, n_plain: int = 3, **how: Any)
 
 
 def test_the_first_pass_is_shown_again_at_its_own_pace() -> None:
-    rows = [[Token(f" {name}{i}", i % 2 == 1, i, float(i)) for i in range(6)] for name in "ab"]
+    rows = [[Token(f" {name}{i}", i % 2 == 1, float(i)) for i in range(6)] for name in "ab"]
     lines = frame(rows, 2.5)
     assert ("a0 a1 a2", "a0 a1 a2nope") in lines and ("b0 b1 b2", "b0 b1 b2nope") in lines
     assert lines[0] == ("plain decoding", "speculation")
@@ -123,20 +122,6 @@ def test_samples_are_those_of_plain_decoding_by_default(checkpoint: Path, prompt
     assert [(one["verification"], one["identical_sequences"]) for one in records] == [("coupled", 3)] * 2
     assert len({one["tokens_sha256"] for one in records}) == 1
     assert len({one["acceptance_rate"] for one in records}) == 2, "the drafts are meant to differ"
-
-
-def test_the_page_is_whole_and_escaped(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
-    """Every text is there, and nothing of a text is taken for HTML, or loaded."""
-    page, rows = tmp_path / "page.html", tmp_path / "rows.jsonl"
-    ended = run(COMPARE, f"{checkpoint} --prompts {prompts} {SIZES} --save {page} --save_rows {rows}".split())
-    text = page.read_text(encoding="utf-8")
-    assert not re.search(r"https?:|//|@import|url\(", text) and "&lt;b&gt;Ishmael&lt;/b&gt; &amp; co." in text
-    assert not re.search(r"<(script|link|img|b|iframe)\b|<[^>]*\b(src|href|onclick)=", text)
-    texts = [re.sub(r"<[^>]*>", "", each) for each in re.findall(r'class="text"[^>]*>(.*?)</p>', text, re.DOTALL)]
-    saved = {(one["pass"], one["row"]): one["text"] for one in map(json.loads, rows.read_text().splitlines())}
-    expected = [printable(saved[name, row]) for row in range(3) for name in ("baseline", "speculation")]
-    assert [*map(html.unescape, texts)] == expected
-    assert len(re.findall(r'<span class="draft"\s+title=', text)) == ended.record["accepted"] > 0
 
 
 def in_terminal(words: list[str], width: int, height: int) -> tuple[int, str]:
