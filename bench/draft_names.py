@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
+from difflib import get_close_matches
 from typing import Any
 
 from common.errors import flag, refuse
@@ -121,7 +122,8 @@ def _known(field: str, name: str, kinds: Mapping[str, Any], *others: str) -> Any
     """Return the kind of a name. others: values of the field that are no kinds. Errors: ConfigError for an unknown
     name."""
     if name not in kinds:
-        refuse(field, name[:80], ", ".join([*kinds, *others]), f"{flag(field)} has no such value", "use one of these")
+        likely = [*get_close_matches(name, [*kinds, *others], 1), "one of these"]
+        refuse(field, name[:80], ", ".join([*kinds, *others]), f"{flag(field)} has no such value", f"use {likely[0]}")
     return kinds[name]
 
 

@@ -189,13 +189,21 @@ def attribution(record: dict[str, Any]) -> list[str]:
     """Return a sentence on what a draft over a cache can gain by."""
     if (weights := record.get("draft_weights_share")) is None or record.get("gamma") == 0 or "rows" in record:
         return []
-    drops, kv = record["draft_entries_share"] < 1, record["draft_kv_share"]
-    ways = ["cheaper weights"] * (weights < 1) + ["fewer entries" if drops else "smaller entries"] * (kv < 1)
+    kv, keeps = record["draft_kv_share"], "" if record["draft_entries_share"] < 1 else ", and drops no entry"
+    shares = {"weights": weights, "KV entries": kv}
+    ways = [f"{share:.0%} of the bytes of the {name}" for name, share in shares.items() if share < 1]
     if len(ways) > 1:
-        return [f"the draft gains by {' and by '.join(ways)}; tests/selfspec_benchmark.py --ablate takes them apart"]
-    keeps = "" if drops else ", and drops no entry"
-    gains = f"gains by its {ways[0]} alone" if ways else "reads all that a plain step reads, so that it cannot gain"
+        apart = "tests/selfspec_benchmark.py --ablate takes them apart"
+        return [f"the draft gains by reading {' and '.join(ways)}{keeps}; {apart}"]
+    gains = f"gains by reading {ways[0]} alone" if ways else "reads all that a plain step reads, so that it cannot gain"
     return [f"the draft {gains}{keeps}"]
+
+
+def few_rounds(record: Mapping[str, Any]) -> list[str]:
+    """Return a sentence if a speedup is of too few rounds to be trusted."""
+    n, more = record.get("steady_rounds", FEW_ROUNDS), "a longer --gen_len, or more --num_prompts"
+    is_few = record.get("speedup") is not None and n < FEW_ROUNDS
+    return [f"too few rounds with all rows busy for a speedup, {n}: use {more}"] if is_few else []
 
 
 def notes(record: dict[str, Any], automatic: Sequence[str]) -> list[str]:
@@ -215,10 +223,8 @@ def notes(record: dict[str, Any], automatic: Sequence[str]) -> list[str]:
         found.append(f"measuring what rounds cost took {seconds:.1f} s, which is in no speedup")
     if automatic and record["gamma"] and not any(choice["gamma"] for choice in choices):
         found.append("every round was a plain step, so the speedups are noise")
-    elif record["speedup"] is not None and record["steady_rounds"] < FEW_ROUNDS:
-        found.append(
-            f"too few rounds with all rows busy for a speedup, {record['steady_rounds']}: use a longer --gen_len"
-        )
+    elif few := few_rounds(record):
+        found += few
     elif record.get("sequences", 0) <= record.get("B", 0):
         lost = 1 - (ratio(record.get("wall_speedup"), record["speedup"]) or 1)
         if lost > MOST_LOST:

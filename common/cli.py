@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
-from tyro.conf import DisallowNone, FlagCreatePairsOff, OmitArgPrefixes, UseAppendAction
+from tyro.conf import DisallowNone, FlagCreatePairsOff, OmitArgPrefixes, Positional, UseAppendAction
 
 from common.errors import ConfigError
 from common.exit import exit_on_user_error, report_uncaught
@@ -23,8 +23,8 @@ Config = TypeVar("Config")
 Main = Callable[[], None]
 # Flags are the names of fields, also of nested dataclasses; switches have no `--no_` form.
 MARKERS = (OmitArgPrefixes, FlagCreatePairsOff, DisallowNone)
-# Names that other programs have for choices.
-SYNONYMS = {"fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32"}
+# Names that other programs have for choices and flags.
+SYNONYMS = {"--output": "--figures", "fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32"}
 SYNONYMS |= {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 sys.excepthook = report_uncaught
@@ -58,13 +58,16 @@ def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None
     words, messages = sys.argv[1:] if argv is None else argv, io.StringIO()
     try:
         with redirect_stderr(messages):
-            config: Any = tyro.cli(kind, prog=prog, description=about, args=words, config=MARKERS, use_underscores=True)
+            how: Any = {"config": MARKERS, "use_underscores": True, "return_unknown_args": True}
+            config, unknown = tyro.cli(kind, prog=prog, description=about, args=words, **how)
     except SystemExit as ending:
         if ending.code:
-            raise _refusal(prog, _plain(messages.getvalue())) from None
+            raise _refusal(prog, _plain(messages.getvalue()), words) from None
         raise
-    given = [f"--{word[2:].partition('=')[0].replace('-', '_')}" for word in words if word.startswith("--")]
-    for names, is_empty, may_repeat in _flags(config):
+    flags, given = [*_flags(config)], _given(words)
+    if unknown:
+        raise _unknown(prog, _given(unknown), [name for names, *_ in flags for name in names])
+    for names, is_empty, may_repeat in flags:
         if is_empty:
             raise _unreadable(prog, f"{names[0]} without a value")
         again = [name for name in given if name in names]
@@ -74,22 +77,41 @@ def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None
     return config
 
 
+def _given(words: Sequence[str]) -> list[str]:
+    """Return the flags among words, as they are written here, without their values."""
+    found = (re.match(r"--?[a-zA-Z][-\w]*", word) for word in words)
+    return [re.sub(r"(?<=\w)-", "_", flag[0]) for flag in found if flag]
+
+
 def _plain(message: str) -> str:
-    """Return tyro's message without its frame, and without unknown values, which may be secrets."""
-    text = re.sub(r"([\s│╭╮╰╯─]|-{3,})+", " ", message).strip()
-    unknown = re.compile(r"(Unrecognized (?:or misplaced )?options: )(.*?)(?= Arguments| Perhaps| For full|$)")
-    return unknown.sub(lambda found: found[1] + " ".join(re.findall(r"--?[a-zA-Z]\w*", found[2])), text)
+    """Return tyro's message without its frame, title and help, and without unknown values, which may be secrets."""
+    text = re.sub(r"([\s│╭╮╰╯─]|-{3,})+", " ", message.partition("\n")[2])
+    return re.sub(r" (Argument helptext|For full helptext|Unrecognized options).*", "", text).strip()
 
 
-def _refusal(prog: str, message: str) -> ConfigError:
+def _refusal(prog: str, message: str, words: Sequence[str]) -> ConfigError:
     """Return the error for a command line that tyro refused with a message."""
-    listed = re.search(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*?)\)", message)
-    if listed is None:
+    chosen = r"(?:invalid choice '(.*)' for argument '(.*)'\. )?Expected one of [({](.*?)[)}]"
+    if (listed := re.search(chosen, message)) is None:
         return _unreadable(prog, message)
     value, where, names = listed.groups()
-    choices = sorted({*re.findall(r"'(.*?)'", names)} - {"None"})
+    what = "a flag has no such value" if where else "there is no such subcommand"
+    value = value or next((word for word in words[:1] if word[:1] != "-"), "none")
+    choices = sorted({*re.findall(r"[^', ]+", names)} - {"None"})
     likely = [*get_close_matches(SYNONYMS.get(value, value), choices, 1), "one of these"]
-    return ConfigError("a flag has no such value", where, value, ", ".join(choices), f"use {likely[0]}")
+    return ConfigError(what, where or prog, value, ", ".join(choices), f"use {likely[0]}")
+
+
+def _unknown(prog: str, seen: Sequence[str], known: Sequence[str]) -> ConfigError:
+    """Return the error for flags that the program does not have, or for a value that belongs to none."""
+    if not seen:
+        return _unreadable(prog, "a value without a flag")
+    if misplaced := [name for name in seen if name in known]:
+        what, fix = "a flag of the subcommand stands before it", "begin with the subcommand"
+        return ConfigError(what, prog, ", ".join(misplaced), "flags after the subcommand", fix)
+    near = [name for flag in seen for name in get_close_matches(SYNONYMS.get(flag, flag), known, 1)]
+    fix = f"use {', '.join(near)}, or see --help" if near else "see --help"
+    return ConfigError("there is no such flag", prog, ", ".join(seen), "flags of this program", fix)
 
 
 def _flags(config: Any) -> Iterator[tuple[list[str], bool, bool]]:
@@ -103,7 +125,8 @@ def _flags(config: Any) -> Iterator[tuple[list[str], bool, bool]]:
             named = [marker for marker in markers if hasattr(marker, "aliases")]
             names = [marker.name for marker in named if marker.name] or [field.name]
             aliases = [alias for marker in named for alias in marker.aliases or ()]
-            yield [f"--{names[0]}", *aliases], value == () != field.default, UseAppendAction in markers
+            first = names[0] if Positional in markers else f"--{names[0]}"
+            yield [first, *aliases], value == () != field.default, UseAppendAction in markers
 
 
 def _program() -> str:

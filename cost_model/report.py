@@ -44,6 +44,10 @@ class Cell(NamedTuple):
         """Return the predicted speedup."""
         return self.costs.speedup(tokens_per_round(self.alpha, gamma), gamma)
 
+    def speedup_text(self, gamma: int) -> str:
+        """Return the predicted speedup, or that memory does not hold the batch."""
+        return f"{self.speedup(gamma):.2f}" if self.fits else "does not fit"
+
     def prediction(self) -> dict[str, Any]:
         """Return the row of a record."""
         (policy, budget), costs = self.draft, self.costs
@@ -210,7 +214,7 @@ def cell_table(cells: Sequence[Cell], gammas: Sequence[int]) -> str:
         Column(lambda cell: cell.costs.draft_ms / cell.costs.plain_ms, "draft step", ".2f"),
         Column(lambda cell: cell.costs.verification_ms(most) / cell.costs.plain_ms, f"verify g={most}", ".2f"),
         Column(lambda cell: cell.alpha, "acceptance", ".3f"),
-        *(Column(partial(Cell.speedup, gamma=gamma), f"g={gamma}", ".2f") for gamma in gammas),
+        *(Column(partial(Cell.speedup_text, gamma=gamma), f"g={gamma}") for gamma in gammas),
     ]
     return f"costs, and predicted speedups (below 1 plain decoding wins)\n{console(cells, columns)}"
 

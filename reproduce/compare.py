@@ -29,6 +29,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, product
+from operator import itemgetter
 from typing import Annotated, Any, ClassVar, Literal
 
 from tyro.conf import arg
@@ -68,7 +69,7 @@ STORAGES: dict[str, dict[str, Any]] = {
 COLUMNS = (
     "storage prefix_len category task text score drafter gamma draft_reads sequences acceptance difference "
     "mean_accepted_length distinct_4gram_fraction "
-    "baseline_step_ms verify_ratio draft_ratio drafting_ratio speedup wall_speedup identical"
+    "baseline_step_ms verify_ratio draft_ratio drafting_ratio marked_speedup wall_speedup identical"
 )
 CEILING = "self:full"
 Number = int | Literal["auto"]
@@ -127,6 +128,8 @@ class Flags:
         whole = [name for name in ("prompts", "chat", "tasks") if getattr(self, name)]
         if self.tasks and len(whole) > 1:
             refuse("tasks", whole[0], "no other prompts", "there are two sets of prompts", "leave one out")
+        if self.tasks and self.gen_len != Flags.gen_len:
+            refuse("gen_len", self.gen_len, "left out", "tasks have their own numbers of new tokens")
         if whole and BOOK in self.kinds:
             what = "a text that is teacher-forced is cut from the data set"
             refuse("texts", BOOK, f"{GREEDY} or {SAMPLED}", what, f"leave out {flag(whole[0])}")
@@ -263,6 +266,8 @@ def main(flags: Flags) -> None:
     notes = ["  *: slower than plain decoding"] if "*" in table else []
     if any(row["difference"] for row in rows):
         notes.append(f"  difference: of the acceptance from that of {configs[0][0]} on the same text, 95% interval")
+    fewest = min(filter(bench.few_rounds, rows), key=itemgetter("steady_rounds"), default={})
+    notes += [f"  {note}" for note in bench.few_rounds(fewest)]
     if any(row.get("contended") for row in rows):
         notes.append("  threads waited for processors: no speedup here is to be trusted")
     summary = {"benchmark": "compare_summary", "rows": bench.rounded(rows), **provenance()}

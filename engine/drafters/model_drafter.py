@@ -130,7 +130,8 @@ class CachedPlan(DraftPlan):
     def remarks(self, target: PlannedTarget) -> list[str]:
         said, longest = list[str](), target.prefix_len + target.gen_len
         if self.policy.within(longest - 1, 1) != self.policy:  # its budget is larger than that
-            said.append(f"the draft's cache keeps the whole context ({self.capacity} entries), as the target's does")
+            covers = f"the draft's budget of {self.capacity} entries covers the whole run of {longest} tokens"
+            said.append(f"{covers}, so that it drops nothing: lower --draft_budget below that")
         if (source := self.source) is None:
             return said
         if remark := check_vocabulary(target.source, source):

@@ -70,8 +70,9 @@ class ChatTemplate:
             what, fix = "the chat template refuses a conversation", "send the roles that it wants, in its order"
             refuse(self.path, seen, "messages that this model's template takes", what, fix)
         if tools and text == self.render(messages, variables):
-            what, fix = "the model's chat template reads no tools", "leave them out, or use another template"
-            raise ConfigError(what, "tools", json.dumps(tools)[:200], "none", fix)
+            fix = "leave them out, or use a model whose template can"
+            names = ", ".join(str(tool.get("function", tool).get("name")) for tool in tools)[:200]
+            raise ConfigError(f"this model's chat template cannot show tools ({fix})", "tools", names, "no tools", fix)
         return text
 
     def encode(

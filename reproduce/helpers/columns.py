@@ -45,6 +45,12 @@ def speedup_text(value: float) -> str:
     return f"{value:.2f}" + ("*" if value < 1 else "")
 
 
+def marked_speedup(record: Record) -> str | None:
+    """Return the speedup with its standard error, marked with * if plain decoding is faster."""
+    text = with_error(record.get("speedup"), record.get("speedup_standard_error"), 2)
+    return text and text + "*" * (record["speedup"] < 1)
+
+
 def identical_text(record: Record) -> str | None:
     same = record.get("identical_sequences")
     return None if same is None else f"{same:.0f} of {record['sequences']:.0f}"
@@ -74,7 +80,7 @@ def ratio_name(fact: Record) -> str:
 
 NAMED = (acceptance_text, bench.reads_text, drafter_text, paired_text, identical_text, prediction_text, ratio_name)
 VALUES: dict[str, Callable[[Record], object]] = {
-    **{each.__name__: each for each in (*NAMED, published.target_name, published.draft_name)},
+    **{each.__name__: each for each in (*NAMED, marked_speedup, published.target_name, published.draft_name)},
     "speedup_with_error": lambda record: with_error(record["speedup"], record.get("speedup_standard_error"), 2),
     "score_with_error": lambda record: with_error(record.get("score"), record.get("score_standard_error"), 2),
     "gain": gain_text,

@@ -22,7 +22,8 @@ SETTINGS = ("draft_model", "gamma", "draft_policy", "draft_budget", "draft_dtype
 SETTINGS += ("draft_weights_share", "draft_entries_share", "draft_kv_share", "temperature", "verification", "seed")
 # Medians over repeats of what a contender and plain decoding in the same repeat measured.
 MEDIANS = (
-    *("speedup", "wall_speedup", "baseline_tokens_per_second", "decode_tokens_per_second", "baseline_step_ms"),
+    *("speedup", "speedup_standard_error", "wall_speedup"),
+    *("baseline_tokens_per_second", "decode_tokens_per_second", "baseline_step_ms"),
     *("round_ms", "draft_step_ms", "verify_step_ms"),
 )
 # What each repeat chose, and the costs that it chose by.
@@ -117,6 +118,7 @@ class Decoder(Contender):
         row |= {name: runs[0][name] for name in ("sequences", "tokens_sha256", "distinct_4gram_fraction")}
         same = [run["identical_sequences"] for run in runs]
         row |= {"identical_sequences": None if None in same else min(same)}
+        row |= {"steady_rounds": min(run["steady_rounds"] for run in runs)}
         row |= {"seconds": sum(output.stats.decode_seconds for _, output in pairs)}
         row |= {"baseline_emitted": sum(plain.stats.counts.emitted for plain, _ in pairs)}
         row |= {"baseline_seconds": sum(plain.stats.decode_seconds for plain, _ in pairs)}

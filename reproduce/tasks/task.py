@@ -88,7 +88,7 @@ class Encoder:
         fitting = bisect_left(range(sizes), True, key=lambda size: len(example(size).prompt) > self.most)
         if fitting == 0:
             what, fix = f"a prompt has no room for what {task.name} asks", "make it longer, or leave out the task"
-            refuse("contexts", self.most, "more tokens", what, fix)
+            refuse("contexts", self.most, f"{len(example(0).prompt)} tokens or more", what, fix)
         return example(fitting - 1)
 
 

@@ -100,6 +100,23 @@ def test_a_token_is_not_repeated():
         assert "hf_secret" not in run("download.py", flags).refusal
 
 
+@pytest.mark.parametrize(
+    ("program", "words", "named"),
+    [
+        ("foretoken.py", "compar --gamma 3", ["compar", "compare, eval", "use compare"]),
+        ("foretoken.py", "--gamma 3 compare", ["--gamma", "begin with the subcommand"]),
+        (BENCHMARKS[2], "--drft-budget 128 --gama=3", ["--drft_budget, --gama\n", "use --draft_budget, --gamma,"]),
+        (COST_MODEL, "--modl x", ["--modl", "use --model,"]),
+        ("reproduce/plot.py", "x.jsonl --output x.svg", ["--output", "use --figures,"]),
+        (BENCHMARKS[0], "--B many", ["--B", "'many'"]),
+        (BENCHMARKS[2], "--draft_policy streming", ["streming", "snapkv, ", "use streaming"]),
+    ],
+)
+def test_a_misspelt_word_is_named_with_what_is_nearest(program: str, words: str, named: list[str]):
+    refusal = run(program, words.split()).refusal
+    assert all(word in refusal for word in named) and max(map(len, refusal.splitlines())) < 120, refusal
+
+
 def test_the_batch_size_has_its_usual_name_too():
     assert "--B" in run(BENCHMARKS[0], ["--batch_size", "many"]).refusal
 

@@ -1,6 +1,7 @@
 """The roofline: bytes and operations by hand, what more devices and more bandwidth change, limits."""
 
 import json
+import re
 from dataclasses import replace
 from statistics import median
 
@@ -118,6 +119,7 @@ def test_sizes_that_do_not_fit_the_memory_are_named_and_nothing_there_is_best(ma
     ended = run(COST_MODEL, EXAMPLE.replace("8xA100", machine).split())
     assert ("64 rows of 32000 tokens do not fit" in ended.err) != fits
     assert (ended.record["best"][0]["predicted_speedup"] is None) == ("does not fit" in ended.out) != fits
+    assert bool(re.search(r" streaming .* \d\.\d\d$", ended.out, re.MULTILINE)) == fits
 
 
 @pytest.mark.parametrize(("file", "model", "most"), [("gpu", LLAMA_3, 0.05), ("gpu_speedups", SMOLLM, 0.3)])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import passes
+from bench import few_rounds, passes
 from models.checkpoints.model_source import find_model
 from reproduce.helpers import llama_cpp
 from reproduce.helpers.contenders import summary_rows
@@ -92,10 +92,17 @@ def test_acceptance_on_kinds_of_text(call):
 
 
 def test_repeats_make_no_rate_more_certain(call):
-    flags = f"{HOW} --contexts 60 --num_prompts 4 --temperature 1 --seed 2 --drafters self:snapkv --draft_budget 40"
-    (once,), (thrice,) = (call(SCRIPT, f"{flags} --repeats {n}").record["rows"] for n in (1, 3))
+    """A speedup has a standard error, and a note if it is of few rounds."""
+    how = HOW.replace("12", "5")
+    flags = f"{how} --contexts 60 --num_prompts 4 --temperature 1 --seed 2 --drafters self:snapkv --draft_budget 40"
+    ended = [call(SCRIPT, f"{flags} --repeats {n}") for n in (1, 3)]
+    (once,), (thrice,) = (each.record["rows"] for each in ended)
     assert once["verification"] == "coupled" and once["identical_sequences"] == 4
     assert once["acceptance_standard_error"] == thrice["acceptance_standard_error"] > 0
+    for row, each in zip((once, thrice), ended, strict=True):
+        (note,) = few_rounds(row)
+        assert row["speedup_standard_error"] > 0 and f"± {row['speedup_standard_error']:.2f}" in each.out
+        assert note in each.out
 
 
 # Categories of one to three conversations of different lengths, which do not all go on.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench import passes
-from common.errors import DataError, UserError
+from common.errors import ConfigError, DataError, UserError
 from models.checkpoints.tokenizer import load_tokenizer
 from reproduce.tasks.infinitebench import METRICS as INFINITEBENCH
 from reproduce.tasks.longbench import METRICS as LONGBENCH
@@ -73,6 +73,16 @@ def test_a_text_of_ruler_has_its_answers_and_fits(name: str, tokenizer, book: st
             assert len(example.prompt) <= most
             if name != "cwe":  # a longer list of words needs more words than this book has
                 assert len(example.prompt) > most - 40, "another sentence does not fit"
+
+
+def test_a_refusal_says_how_long_a_context_has_to_be(tokenizer, book: str):
+    task = find_task("ruler", "cwe")
+    with pytest.raises(ConfigError) as caught:
+        made(task, 1, Encoder(tokenizer, None, 50), 7, book)
+    (least,) = map(int, re.findall(r"required: (\d+)", str(caught.value)))
+    made(task, 1, Encoder(tokenizer, None, least), 7, book)
+    with pytest.raises(ConfigError):
+        made(task, 1, Encoder(tokenizer, None, least - 1), 7, book)
 
 
 def test_texts_depend_on_seed_and_number_alone(tokenizer, book: str):
@@ -225,6 +235,7 @@ def test_tasks_are_scored_by_plain_decoding(call, checkpoint: Path, book: str, t
         ("--tasks squad:vt", "longbench"),
         ("--tasks ruler:vt --chat", "two sets of prompts"),
         ("--tasks ruler:vt --texts book", "teacher-forced"),
+        ("--tasks ruler:vt --gen_len 32", "--gen_len"),
         ("--tasks ruler:vt --contexts 700 50", "no room"),
     ],
 )

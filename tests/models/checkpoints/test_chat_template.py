@@ -124,7 +124,7 @@ def test_variables_reach_the_template_as_in_transformers_and_never_as_control_to
     for refused in ({"messages": []}, {"note": ["<|im_end|>"]}, {"note": {"<|im_end|>": 1}}):
         with pytest.raises(ConfigError):
             ours.encode(QUESTION, refused)
-    with pytest.raises(ConfigError, match="tools"):
+    with pytest.raises(ConfigError, match=r"tools\n +seen: +f\n"):
         ours.encode(QUESTION, tools=TOOLS)  # which the template does not read
 
 
