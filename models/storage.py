@@ -72,13 +72,21 @@ def auto_draft_weights(
     return scheme if fits and saves_time(scheme, tuple(linears), n_row, device) else None
 
 
-def model_bytes(config: ModelConfig, dtype: torch.dtype, quantize: str | None, device: str) -> int:
-    """Return the bytes of a model's weights; if repacked or quantised, a tied embedding is in memory twice."""
+def model_bytes(
+    config: ModelConfig, dtype: torch.dtype, quantize: str | None, device: str, published: Sequence[str] = ()
+) -> int:
+    """Return the bytes of a model's weights; if repacked or quantised, a tied embedding is in memory twice.
+
+    published: formats of the published weights (see `ModelSource.published`).
+    """
     head, linear = config.vocab_size * config.dim, config.n_layer * config.n_linear_weights_per_layer
     if quantize is None:
         repacked = head if config.tie_embeddings and can_pack(device, dtype) else 0
         repacked += head + linear if packs_twice(device, dtype) else 0
-        return (config.n_parameters + repacked) * dtype.itemsize
+        # Linear layers in float32 whose weights 16 bits hold are packed in 16 bits.
+        halved = device == "cpu" and dtype == torch.float32 and set(published) == {"bfloat16"} and linear_cpp.runs()
+        saved = 2 * (linear + head) if halved and can_pack(device, dtype) else 0
+        return (config.n_parameters + repacked) * dtype.itemsize - saved
     others = config.n_parameters - linear - (0 if config.tie_embeddings else head)
     return linear_bytes(linear, quantize) + linear_bytes(head, "int8") + others * dtype.itemsize
 

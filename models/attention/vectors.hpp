@@ -52,7 +52,7 @@ inline vec load(const bfloat16* p) {
 // Loads W bytes as numbers of 32 bits. GCC 12 widens 8 bytes one by one.
 template <typename Byte>
 inline ivec widened(const Byte* p) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(AMX)
     const __m128i bytes = _mm_loadl_epi64((const __m128i*)p);
     return (ivec)(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #else
