@@ -83,12 +83,17 @@ def model_bytes(
     if quantize is None:
         repacked = head if config.tie_embeddings and can_pack(device, dtype) else 0
         repacked += head + linear if packs_twice(device, dtype) else 0
-        # Linear layers in float32 whose weights 16 bits hold are packed in 16 bits.
-        halved = device == "cpu" and dtype == torch.float32 and set(published) == {"bfloat16"} and linear_cpp.runs()
-        saved = 2 * (linear + head) if halved and can_pack(device, dtype) else 0
-        return (config.n_parameters + repacked) * dtype.itemsize - saved
+        in_16_bits = linear + head if can_pack(device, dtype) and fits_16_bits(config, dtype, published) else 0
+        return (config.n_parameters + repacked) * dtype.itemsize - 2 * in_16_bits
     others = config.n_parameters - linear - (0 if config.tie_embeddings else head)
     return linear_bytes(linear, quantize) + linear_bytes(head, "int8") + others * dtype.itemsize
+
+
+def fits_16_bits(config: ModelConfig, dtype: torch.dtype, published: Sequence[str]) -> bool:
+    """Return whether a CPU keeps the linear layers of a float32 model in 16 bits: all were published in bfloat16."""
+    heads = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+    sizes = config.dim, config.ffn_dim, config.vocab_size, *heads
+    return dtype == torch.float32 and set(published) == {"bfloat16"} and linear_cpp.takes_shape(sizes)
 
 
 def resolve_device(name: str) -> str:

@@ -49,8 +49,8 @@ def runs() -> bool:
 def multiplies_best(weight: Tensor) -> bool:
     """True if the kernel multiplies these weights, and no slower than oneDNN.
 
-    bfloat16: it needs instructions for bfloat16, and tiles of AMX if there are any. float32: weights that were published
-    in bfloat16, so that 16 bits hold them.
+    bfloat16: it needs instructions for bfloat16, and tiles of AMX if there are any. float32: 16 bits have to hold the
+    weights, as they do if these were published in bfloat16.
     """
     if not takes(weight):
         return False
@@ -62,7 +62,7 @@ def multiplies_best(weight: Tensor) -> bool:
 
 
 def pack_bfloat16(weight: Tensor) -> Tensor:
-    """Pack `[d_out, d_in]`, which is rounded to bfloat16, for the kernel: blocks of outputs, in a block pairs of inputs."""
+    """Round `[d_out, d_in]` to bfloat16, and pack it for the kernel: blocks of outputs, in a block pairs of inputs."""
     return weight.bfloat16().unflatten(1, (-1, 2)).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
 
 

@@ -14,7 +14,8 @@ TYPICAL_ROWS = 32
 class PackedLinear(nn.Module):
     """`y = x W^T + b` for `weight [d_out, d_in]`, repacked. Equals nn.Linear up to rounding.
 
-    Weights in float32 that 16 bits hold are stored in 16 bits, and multiplied in float32. With both weights, chunks of prompts run in oneDNN, and fewer rows in the project's kernel.
+    Weights in float32 that 16 bits hold are stored in 16 bits, and multiplied in float32. With both weights, chunks of
+    prompts run in oneDNN, and fewer rows in the project's kernel.
     """
 
     kernel_weight: Tensor | None
