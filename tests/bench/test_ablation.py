@@ -17,8 +17,6 @@ SHARES = ("draft_weights_share", "draft_entries_share", "draft_kv_share")
     ("flags", "shares"),
     [
         ("--draft_budget 20 --draft_dtype same", (1, 0.25, 0.25)),
-        ("--draft_policy full --draft_dtype float32", (0.5, 1, 0.5)),
-        ("--draft_policy full --draft_dtype same", (1, 1, 1)),
         ("--draft_budget 20 --draft_dtype float32", (0.5, 0.25, 0.125)),
         ("--draft ngram", (None,) * 3),
     ],

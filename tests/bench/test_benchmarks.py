@@ -166,23 +166,6 @@ def test_commands_of_magicdec(script: str, call, checkpoint: Path) -> None:
         assert record["config"]["draft"].get("snapkv_window") == (8 if policy == "snapkv" else None)
 
 
-def test_a_flag_of_sampling_without_effect_is_a_note(call) -> None:
-    plain, seeded = (call(BASELINE, f"{SIZES} {more}") for more in ("", "--seed 3 --top_k 5"))
-    same = ("tokens_sha256", "seed", "top_k")
-    assert [plain.record[name] for name in same] == [seeded.record[name] for name in same]
-    assert "note: --top_k, --seed" in seeded.err and "note: " not in plain.err
-
-
-def test_rows_whose_logits_are_edited_are_those_of_plain_decoding(call) -> None:
-    edits = "--temperature 0.8 --min_p 0.05 --repetition_penalty 1.3 --min_tokens 9 --verification coupled"
-    first, ended = (
-        call(SELFSPEC, f"{SIZES} {DRAFT} --dtype float64 {more}") for more in (edits, f"{edits} --stop_at_eos")
-    )
-    assert first.record["identical_sequences"] == ended.record["identical_sequences"] == 2
-    assert ended.record["repetition_penalty"] == 1.3 and ended.record["tokens_generated"] >= 2 * 9
-    assert "note: --min_tokens" in first.err and "note: --min_tokens" not in ended.err
-
-
 def test_a_full_disk_loses_nothing_of_a_run(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and record are printed, the record last; one warning while it runs, and one error at its end."""
 

@@ -1,4 +1,4 @@
-"""Command lines: unknown flags and values, flags without effect, and help."""
+"""Command lines and names of drafts: unknown flags and values, flags without effect, and help."""
 
 import re
 from dataclasses import dataclass, field
@@ -8,8 +8,13 @@ import pytest
 from tyro.conf import UseAppendAction, arg
 
 from bench.draft_flags import DraftFlags
+from bench.draft_names import ALONE, drafts_of, parse_draft, written
 from common.cli import read
 from common.errors import ConfigError, UserError, flag
+from engine.drafters.combined import Hybrid
+from engine.drafters.self_speculation import SelfConfig
+from engine.drafters.suffix import SuffixConfig
+from kv_cache.snapkv import SnapKV
 from models.names import Dtype
 from tests.support.programs import BENCHMARKS, COST_MODEL, TERMINAL, run
 
@@ -117,11 +122,42 @@ def test_a_misspelt_word_is_named_with_what_is_nearest(program: str, words: str,
     assert all(word in refusal for word in named) and max(map(len, refusal.splitlines())) < 120, refusal
 
 
-def test_the_batch_size_has_its_usual_name_too():
-    assert "--B" in run(BENCHMARKS[0], ["--batch_size", "many"]).refusal
-
-
 @pytest.mark.parametrize("program", [*BENCHMARKS, "foretoken.py", *TERMINAL, COST_MODEL])
 def test_help_ends_well(program: str):
     ended = run(program, ["--help"])
     assert ended.code == 0 and ended.out.startswith("usage:"), ended.err
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *ALONE,
+        "eagle:a/head",
+        "standalone:m.pth=full@5",
+        "suffix+markov+self=snapkv@heuristic",
+        "self@auto",
+        "self=auto@2",
+    ],
+)
+def test_what_is_written_is_read_again(name: str) -> None:
+    assert written(parse_draft(name)) == name
+
+
+@pytest.mark.parametrize(
+    "name", ["nothing", "self:snapkv=full", "ngram=snapkv", "nothing+self", "self@0", "suffix+ngram", "ngram:nothing"]
+)
+def test_what_is_no_draft_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="no such draft"):
+        parse_draft(name)
+
+
+def test_a_name_and_options_are_a_configuration() -> None:
+    given = {**parse_draft("suffix+self=snapkv@5"), "snapkv_window": 16, "draft_options": ("text_match=4",)}
+    draft = SelfConfig(gamma=5, policy=SnapKV(snapkv_window=16))
+    assert drafts_of(given) == (Hybrid(gamma=5, draft=draft, texts=(SuffixConfig(gamma=5),), text_match=4),)
+
+
+@pytest.mark.parametrize("pair", ["text_mach=4", "text_match", "policy=4"])
+def test_an_option_that_no_draft_has_is_refused(pair: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){pair}.*text_match"):
+        drafts_of({"draft": "self", "draft_options": (pair,)})

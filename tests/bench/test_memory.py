@@ -12,13 +12,10 @@ import torch
 
 from bench import memory
 from bench.config import RunConfig, Sizes, Target
-from bench.dummy_prefill import randomise
 from bench.memory import MemoryPlan, memory_plan, require_memory
-from bench.plan import resolve, resolve_several
 from bench.session import Session
 from common.errors import OutOfMemoryError
 from engine.drafters.self_speculation import SelfConfig
-from kv_cache import FullKVCache
 from kv_cache.streaming import Streaming
 from models import ModelConfig, load_model
 from models.kernels.packed_linear import PackedLinear
@@ -84,13 +81,6 @@ def test_the_largest_batch_is_exact(batch: int) -> None:
             require_memory(plan, batch + 1, available, "cpu")
 
 
-@pytest.mark.parametrize(("available", "flag"), [(1000, "draft_weights"), (999, "prefix_len")])
-def test_the_fix_is_the_draft_weights_if_all_else_fits(available: int, flag: str) -> None:
-    plan = MemoryPlan({"weights": 100, "draft weights": 50}, {"target KV": 90})
-    with pytest.raises(OutOfMemoryError, match=f"fix:[^,]*--{flag}"):
-        require_memory(plan, 10, available, "cpu")
-
-
 @pytest.mark.parametrize("available", [[1000], [2**40, 1000]])
 def test_a_run_that_does_not_fit_is_refused_before_or_after_loading(available, checkpoint: Path, monkeypatch) -> None:
     left = iter(available)
@@ -98,27 +88,6 @@ def test_a_run_that_does_not_fit_is_refused_before_or_after_loading(available, c
     config = RunConfig(Target(str(checkpoint), device="cpu"), sizes=Sizes(B=2, gen_len=8))
     with pytest.raises(OutOfMemoryError):
         Session.open(config, [[1] * 40] * 2)
-
-
-def test_several_drafts_have_room_for_all_caches_or_for_the_largest(checkpoint: Path) -> None:
-    config = RunConfig(Target(str(checkpoint), device="cpu"), sizes=Sizes(B=1, gen_len=8))
-    drafts = [SelfConfig(policy=Streaming(n)) for n in (16, 24)]
-
-    def draft_kv(plan) -> int:
-        return memory_plan(plan).per_row["draft KV"]
-
-    alone = [draft_kv(resolve(replace(config, draft=draft), [[1] * 40])) for draft in drafts]
-    several = [draft_kv(resolve_several(config, drafts, [[1] * 40], at_once)) for at_once in (None, 1)]
-    assert several == [sum(alone), max(alone)]
-
-
-@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
-def test_random_entries_of_8_bits_fill_the_rows_and_slots_of_a_view(stored: torch.dtype) -> None:
-    cache = FullKVCache(TINY, 7, 700, dtype=stored)
-    randomise(cache.view(slice(0, 5), 600))
-    everything = cache.entries.float()
-    filled = everything[:, :, :5, :, :600]
-    assert filled.std(dim=2).mean() > 0.5 and filled.count_nonzero() == everything.count_nonzero()
 
 
 def test_a_containers_limit_counts_and_its_pages_of_files_do_not(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The Session API: one configuration opened, other drafts and samplings over the same weights and cache."""
 
-import gc
-import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +7,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from bench.auto.measure import costs_of
-from bench.config import AUTO, RunConfig, Sampling, Sizes, Target
+from bench.config import AUTO, RunConfig, Sizes, Target
 from bench.memory import memory_plan
-from bench.passes import settle
 from bench.plan import resolve
 from bench.session import Session
 from common.errors import ConfigError
@@ -21,9 +17,6 @@ from engine.drafters.ngram import NGramConfig
 from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.speculated import Hierarchical
 from engine.drafters.standalone import StandaloneConfig
-from engine.modes import MODES
-from engine.runner import ModelRunner
-from kv_cache import StreamingKVCache
 from kv_cache.full import Full
 from kv_cache.policy import BudgetedPolicy
 from kv_cache.snapkv import SnapKV
@@ -43,27 +36,6 @@ def config(checkpoint: Path) -> RunConfig:
 @pytest.fixture
 def session(config: RunConfig) -> Session:
     return Session.open(config, prompts=TEXTS)
-
-
-def test_a_draft_model_runs_the_prompts_once_where_they_are_rehearsed(config, monkeypatch) -> None:
-    """The plan has room for the prompt states that it keeps."""
-    draft = StandaloneConfig(gamma="auto", draft_model=config.target.model, policy=Streaming(16), draft_dtype="same")
-    sessions = [Session.open(replace(config, draft=one), TEXTS[:2]) for one in (draft, replace(draft, gamma=6))]
-    rehearsed, fixed = (memory_plan(session.plan).per_row["draft KV"] for session in sessions)
-    assert rehearsed == 2 * fixed > 0
-    filled: list[int] = []
-    extend = ModelRunner.extend
-    monkeypatch.setattr(
-        ModelRunner,
-        "extend",
-        lambda own, given: filled.extend(row for row, (_, n) in given.items() if n == 0) or extend(own, given),
-    )
-    for session, n_runs in zip(sessions, (1, 2), strict=True):
-        (drafter,) = session.drafters()
-        assert costs_of(session, [drafter]) if session.plan.chooses else session.generate(drafter)
-        session.generate(drafter)
-        assert len(filled) == 2 * n_runs
-        filled.clear()
 
 
 def test_a_draft_of_the_draft_is_a_model_of_its_own(config, tmp_path, monkeypatch) -> None:
@@ -101,42 +73,6 @@ def test_a_variant_shares_weights_and_cache(session: Session) -> None:
     (model,) = session.models.loaded.values()
     assert model.dtype == torch.float32
     assert all(one.generate(one.drafter()).tokens == plain for one in rounded)
-
-
-def test_what_is_there_before_rounds_is_left_out_of_collections_until_the_next_session(config: RunConfig) -> None:
-    class Owner:
-        pass
-
-    earlier = Owner()
-    earlier.__dict__["itself"] = earlier
-    died = weakref.finalize(earlier, lambda: None)
-    settle()
-    assert gc.get_freeze_count() > 10 * len(gc.get_objects())
-    del earlier
-    gc.collect()
-    assert died.alive
-    Session.open(config, prompts=TEXTS)
-    gc.collect()
-    assert not died.alive
-
-
-def test_a_variant_of_another_sampling(session: Session) -> None:
-    coupled = session.variant(sampling=Sampling(temperature=1.2, seed=3, verification="coupled"))
-    assert (
-        coupled.plan.verification in MODES and coupled.generate(coupled.drafter()).tokens == coupled.generate().tokens
-    )
-    assert coupled.generate().tokens != session.generate().tokens
-    greedy, filtered = (session.variant(sampling=own).plan.sampling for own in (Sampling(), Sampling(seed=3, top_k=5)))
-    assert greedy == filtered
-
-
-def test_an_automatic_budget_is_a_drafter_of_each(config: RunConfig) -> None:
-    """After a prompt of 150 tokens there are budgets of 64 and 128, the largest first."""
-    automatic = replace(SMALL, policy=Streaming("auto"), gamma="auto", draft_dtype="same")
-    session = Session.open(replace(config, draft=automatic), prompts=["x" * 149])
-    assert [(draft.gamma, draft.capacity) for draft in session.plan.candidates] == [(6, 128), (6, 64)]
-    caches = [drafter.cache for drafter in session.drafters()]
-    assert [(type(cache), cache.capacity) for cache in caches] == [(StreamingKVCache, 128), (StreamingKVCache, 64)]
 
 
 YARN = {"rope_scaling": "yarn:4"}

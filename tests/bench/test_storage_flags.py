@@ -13,8 +13,6 @@ from bench.config import RunConfig, Sizes, Target
 from bench.plan import resolve
 from engine.drafters.self_speculation import SelfConfig
 from kv_cache.streaming import Streaming
-from models import storage
-from models.kernels import linear_speed
 from models.storage import auto_draft_weights, auto_dtype
 from tests.support.hf_tiny import SHAPE
 from tests.support.machine import needs_int8
@@ -74,42 +72,6 @@ def test_a_draft_has_few_bits_where_they_are_fastest(changed, scheme, cpu) -> No
     assert auto_draft_weights(**usual | changed) is None
 
 
-def test_a_draft_on_a_gpu_has_few_bits_where_they_take_less_time(cpu, monkeypatch) -> None:
-    """A GPU of another kind than the CPU; several processes, which could disagree, and old GPUs measure nothing."""
-    cpu(False, False)
-    measured, usual = list[Any](), {"device": "cuda:1", "dtype": torch.bfloat16, "linears": [(128, 64)], "n_row": 5}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(storage, "saves_time", lambda *given: measured.append(given) or given[0] == "int4")
-    assert auto_draft_weights(**usual) is None
-    assert auto_draft_weights(**usual, published=["Q4_K"]) == "int4"
-    assert measured == [("int8", ((128, 64),), 5, "cuda:1"), ("int4", ((128, 64),), 5, "cuda:1")]
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert auto_draft_weights(**usual, published=["Q4_K"]) is None
-    monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert auto_draft_weights(**usual, published=["Q4_K"]) is None and len(measured) == 2
-
-
-@pytest.mark.parametrize("ms", [1.0, 3.0])
-def test_layers_of_a_scheme_are_timed_next_to_bfloat16(ms, monkeypatch, capsys) -> None:
-    """Both run all layers; those in 4 bits take `ms`, those in bfloat16 2."""
-    seen = list[tuple[str, int]]()
-
-    def timed(device: str, call) -> float:
-        (layers,) = call.args
-        call()
-        seen.append((type(layers[0]).__name__, len(layers)))
-        return ms if seen[-1][0] == "Int4Linear" else 2.0
-
-    monkeypatch.setattr(linear_speed, "missing_launcher", lambda: None)
-    monkeypatch.setattr(linear_speed, "MORE_THAN_CACHED", 2 * (2 * 128 * 64 * 2) + 1)
-    monkeypatch.setattr(linear_speed, "graph_ms", timed)
-    linear_speed.saves_time.cache_clear()
-    assert linear_speed.saves_time("int4", ((128, 64), (64, 128)), 3, "cpu") == (ms < 2)
-    assert seen == [("Int4Linear", 6), ("Linear", 6)] and ("int4 takes 3.000 ms" in capsys.readouterr().err) == (ms > 2)
-    linear_speed.saves_time.cache_clear()
-
-
 @pytest.mark.parametrize(("flag", "quantize"), [("auto", "int8"), ("same", None), ("int4", "int4")])
 def test_a_plan_has_the_drafts_scheme(flag: str, quantize: str | None, checkpoint: Path, cpu) -> None:
     cpu(True, True)
@@ -156,20 +118,3 @@ def test_a_quantised_draft_changes_no_token(run):
         assert record["identical_sequences"] == record["sequences"] == 3
         assert record["quantize"] is None and record["draft_weights"] == weights
         assert record["draft_kv_dtype"] == {"fp8": "float8_e4m3fn"}.get(kv_dtype, kv_dtype)
-
-
-@needs_int8
-@pytest.mark.parametrize("flags", ["--quantize int8 --kv_dtype fp8", "--quantize int4"])
-def test_speculation_with_a_quantised_target_emits_its_plain_text(run, flags):
-    """The draft `same` has the target's quantised weights."""
-    plain, quantised = run("baseline", ""), run("selfspec", f"{DRAFT} {flags}")
-    assert quantised["identical_sequences"] == 3
-    assert quantised["tokens_sha256"] != plain["tokens_sha256"]
-    assert (quantised["kv_dtype"] == plain["kv_dtype"]) == ("--kv_dtype" not in flags)
-    assert quantised["draft_weights"] == quantised["quantize"]
-
-
-@needs_int8
-def test_a_standalone_draft_is_quantised_apart_from_the_target(run):
-    record = run("longspec", f"{DRAFT} --quantize int4 --draft_weights int8")
-    assert (record["quantize"], record["draft_weights"], record["identical_sequences"]) == ("int4", "int8", 3)

@@ -76,10 +76,3 @@ def test_each_pass_decodes_as_if_it_were_alone(kind: int, mode: str) -> None:
     assert [len(row) for row in plain] == LIMITS[:4] and (plain == drafted) == (mode != "rejection")
     names = [name for name, _ in seen["order"]]
     assert sum(a != b for a, b in pairwise(names)) >= 2 * max(LIMITS) // TURN - 2
-
-
-def test_passes_over_more_prompts_than_rows_run_one_behind_the_other() -> None:
-    runner = runner_of()
-    seen = passes_of(runner, three_drafters(runner)[0], "greedy", 5)
-    assert seen["in turns"] == seen["alone"]
-    assert [name for name, _ in seen["order"]] == sorted((name for name, _ in seen["order"]), reverse=True)

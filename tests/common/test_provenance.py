@@ -1,4 +1,4 @@
-"""Records survive kill -9 and failing outputs, and nothing that was there before them is changed."""
+"""Records and files survive kill -9 and failing outputs, and nothing that was there before them is changed."""
 
 import os
 import random
@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
-from common.errors import ConfigError
-from common.jsonl import append_record, parse_json, read_lines, require_appendable
+from common.errors import CheckpointError, ConfigError
+from common.jsonl import append_record, read_lines, require_appendable
 from common.provenance import git_commit
+from models.checkpoints.manifest import DAY, atomic_path, write_text
 
 N_RECORDS = 400
 
@@ -70,14 +72,6 @@ def test_a_damaged_line_is_named(path):
     assert list(read_lines(path)) == [*enumerate(damaged, 1), (3, IS_DEEP), (4, IS_LONG)]
 
 
-@pytest.mark.parametrize(
-    ("text", "why"), [(TOO_DEEP, IS_DEEP), (TOO_LONG, IS_LONG), (b"\xff", "codec"), ("{", "Expecting")]
-)
-def test_json_beyond_limits_is_not_called_damaged(text, why):
-    with pytest.raises(ValueError, match=why):
-        parse_json(text)
-
-
 def test_a_file_of_another_kind_is_named_as_such(path):
     path.write_bytes(b"\x00\xff a table of numbers")
     with pytest.raises(ConfigError) as error:
@@ -116,3 +110,38 @@ def test_a_commit_is_named_alone_only_where_all_python_is_in_it(tmp_path, monkey
     assert git_commit() == f"{clean}-dirty"
     (tmp_path / "kept.py").write_text("changed = 1")
     assert git_commit() == f"{clean}-dirty"
+
+
+def test_a_killed_writer_leaves_the_old_file_and_a_folder_that_goes_after_a_day(tmp_path: Path):
+    path = tmp_path / "a [b].txt"
+    write_text(path, "before")
+    if not (writer := os.fork()):
+        with atomic_path(path) as partial:
+            partial.write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(writer, 0)[1] == signal.SIGKILL and path.read_text() == "before"
+    (left,) = (folder for folder in tmp_path.iterdir() if folder.is_dir())
+    write_text(path, "after")
+    assert left.is_dir(), "its writer may be at work"
+    os.utime(left, (left.stat().st_mtime - 2 * DAY,) * 2)
+    write_text(path, "last")
+    assert [*tmp_path.iterdir()] == [path] and path.read_text() == "last"
+
+
+def test_two_writers_at_once_both_write_a_whole_file(tmp_path: Path):
+    path = tmp_path / "file.txt"
+    with atomic_path(path) as slow:
+        slow.write_text("slow")
+        write_text(path, "quick")
+        assert path.read_text() == "quick"
+    assert path.read_text() == "slow" and [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("kind", [OSError, RuntimeError, SafetensorError])
+def test_a_disk_that_is_full_leaves_the_old_file(tmp_path: Path, kind: type[Exception]):
+    path = tmp_path / "file"
+    write_text(path, "before")
+    with pytest.raises(CheckpointError, match="No space left"), atomic_path(path) as partial:
+        partial.write_text("half")
+        raise kind("No space left on device")
+    assert [*tmp_path.iterdir()] == [path] and path.read_text() == "before"

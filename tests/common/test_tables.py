@@ -1,8 +1,11 @@
-"""Tables for the console and in Markdown; the standard error of the acceptance rates in them."""
+"""Tables for the console, the standard error of acceptance rates in them, and passes that other work held up."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from common.contention import QUIET, Usage, contention
 from common.tables import Column, console
 from engine.stats import Counts, acceptance_standard_error, total
 
@@ -40,3 +43,12 @@ def test_the_standard_error_is_the_spread_of_repeated_samples():
     sums = [total(rows) for rows in samples]
     independent = np.mean([np.sqrt(s.acceptance_rate * (1 - s.acceptance_rate) / s.verified) for s in sums])
     assert mean_error == pytest.approx(np.std(rates), rel=0.1) and independent < mean_error / 2
+
+
+CALM = Usage(seconds=10.0, waits={"7": 0.3}, stolen=0.1)
+
+
+@pytest.mark.parametrize("what", [{"waits": {"7": 10 * QUIET + 1}}, {"stolen": 10 * QUIET + 1}])
+def test_threads_that_waited_and_processors_that_were_stolen_are_other_work(what):
+    assert contention([CALM])["contended"] is False
+    assert contention([replace(CALM, **what)])["contended"] is True

@@ -1,4 +1,4 @@
-"""The roofline: bytes and operations by hand, what more devices and more bandwidth change, limits."""
+"""The cost model: the formula and the roofline by hand, what pays best, and costs that runs have measured."""
 
 import json
 import re
@@ -7,15 +7,17 @@ from statistics import median
 
 import pytest
 
+from bench.auto.costs import Costs, tokens_per_round
 from common.checkout import ROOT
 from cost_model.machines import MACHINES, Collective, Machine, find_machine
+from cost_model.report import Cell, best_of_each, costs_of
 from cost_model.roofline import ModelStorage, forward_ms, predict_costs
 from models.checkpoints.presets import preset_config
 from models.config import ModelConfig
-from reproduce.helpers.published import GAMMAS, alpha_of, is_acceptance_known, predict, published_speedups
-from tests.support.programs import COST_MODEL, run
+from reproduce.helpers.published import alpha_of, is_acceptance_known, predict, published_speedups
+from tests.support.programs import BENCHMARKS, COST_MODEL, run
 
-LLAMA_3, TINY = preset_config("meta-llama/Meta-Llama-3.1-8B"), preset_config("TinyLlama/TinyLlama_v1.1")
+LLAMA_3 = preset_config("meta-llama/Meta-Llama-3.1-8B")
 SMOLLM = preset_config("HuggingFaceTB/SmolLM2-135M-Instruct")
 # 32 layers of 4096 x (4096 + 2 x 1024) and 4096 x 4096 of attention, 3 x 4096 x 14336 after it, and the head.
 WEIGHTS = 32 * (4096 * (4096 + 2048) + 4096 * 4096 + 3 * 4096 * 14336) + 128256 * 4096
@@ -61,26 +63,6 @@ def test_ranks_halve_the_bytes_and_add_collectives():
     assert two == pytest.approx(one / 2 + 1e3 * (65 * reduced + gathered))
     free = replace(BYTES_ONLY, devices=2, protocols=(Collective(0, 0, 1e40),))
     assert forward_ms(ModelStorage(LLAMA_3), free, 8, 4, 4000) == pytest.approx(one / 2)
-
-
-def test_a_collective_takes_the_quicker_protocol():
-    machine = replace(find_machine("8xA100"), protocols=(Collective(7e-6, 1e-6, 5e10), Collective(2e-5, 2e-6, 5e11)))
-    small, large = (machine.collective_s(n_bytes) for n_bytes in (1000, 1e8))
-    assert small == pytest.approx(7e-6 + 14e-6 + 1.75 * 1000 / 5e10)
-    assert large == pytest.approx(2e-5 + 28e-6 + 1.75 * 1e8 / 5e11)
-    assert replace(machine, devices=1).collective_s(1e8) == 0
-
-
-def test_a_draft_has_its_budget_and_a_draft_model_its_shape():
-    machine, target = find_machine("8xA100"), ModelStorage(LLAMA_3)
-    sizes = {"batch": 8, "context": 4000, "gammas": (3,)}
-    short, long, beyond = (
-        predict_costs(target, target, machine, **sizes, budget=budget) for budget in (512, 4000, 9000)
-    )
-    assert short.draft_ms < long.draft_ms == beyond.draft_ms == long.plain_ms  # there are no more entries than tokens
-    costs = predict_costs(target, ModelStorage(TINY), machine, **sizes, budget=512)
-    on_four = forward_ms(ModelStorage(TINY), replace(machine, devices=4), 8, 1, 512)  # which has 4 KV heads
-    assert costs.draft_ms == on_four and costs.plain_ms == short.plain_ms and costs.other_ms == 0
 
 
 def test_machines_are_named_or_given():
@@ -143,10 +125,60 @@ def test_predictions_are_near_what_was_published():
     assert len(losses) == 4 and max(losses) < 1  # as published
 
 
-def test_a_speedup_is_that_of_its_gamma_or_the_best_where_none_is_named():
-    fact = {"model": "Llama-3.1-8B", "draft_model": None, "origin": "8xA100", "prefix_len": 32000, "B": 64}
-    fact |= {"draft_budget": 512}
-    by_gamma = {gamma: predict(fact | {"gamma": gamma}) for gamma in GAMMAS}
-    assert len({*by_gamma.values()}) == len(GAMMAS)
-    assert predict(fact | {"gamma": None}) == max(by_gamma.values())
-    assert predict(fact | {"gamma": 2, "origin": "8xH100"}) != by_gamma[2]
+CHEAP = Costs(100, (1, 3), (110, 130), 5, 1)
+
+
+def test_a_round_is_drafts_verification_and_the_rest():
+    assert tokens_per_round(0.8, 3) == pytest.approx(2.952)
+    assert tokens_per_round(1.0, 4) == 5 and tokens_per_round(0.0, 4) == 1 and tokens_per_round(0.7, 0) == 1
+    costs = Costs(100, (1, 3, 5), (110, 130, 170), 20, 4)
+    assert costs.round_ms(3) == 3 * 20 + 130 + 4
+    assert costs.round_ms(2) == 2 * 20 + 120 + 4
+    assert costs.round_ms(7) == 7 * 20 + 210 + 4  # the last straight line goes on
+    assert Costs(100, (3,), (130,), 20, 4).round_ms(1) == 20 + 110 + 4  # from a plain step at gamma 0
+    assert costs.speedup(2.952, 3) == pytest.approx(2.952 * 100 / 194)
+
+
+def test_what_pays_best_names_the_draft_and_gives_up_where_nothing_pays():
+    """Each context by its acceptance."""
+    costs = [("streaming", 64), CHEAP], [("snapkv", 512), replace(CHEAP, draft_ms=40)]
+    for alphas in ((0.5, 0.99), (0.9, 0.91), (0.1, 0.95)):
+        cells = [Cell(1, 100, draft, each, alpha) for (draft, each), alpha in zip(costs, alphas, strict=True)]
+        cells += [Cell(2, context, *costs[0], alpha=0.0) for context in (100, 200)]
+        by_hand = {
+            (*cell.draft, gamma): tokens_per_round(cell.alpha, gamma) * 100 / cell.costs.round_ms(gamma)
+            for cell in cells[:2]
+            for gamma in (1, 3)
+        }
+        best, *others = best_of_each(cells, (1, 3))
+        chosen = best["draft_policy"], best["draft_budget"], best["gamma"]
+        assert chosen == max(by_hand, key=by_hand.__getitem__)
+        assert best["predicted_speedup"] == pytest.approx(by_hand[chosen], abs=1e-4)
+        nothing = {"draft_policy": None, "draft_budget": None, "gamma": 0, "predicted_speedup": 1.0}
+        assert others == [{"B": 2, "prefix_len": context} | nothing for context in (100, 200)]
+
+
+def test_costs_and_acceptance_of_runs_that_chose_are_read(call, tmp_path):
+    """A sweep's lines have records, and rows of a comparison costs of every repeat; other lines are passed over."""
+    path = tmp_path / "auto.jsonl"
+    flags = "--B 2 --prefix_len 60 --gen_len 24 --device cpu --gamma auto --draft_budget auto --dtype float64"
+    measured = call(BENCHMARKS[-1], f"{flags} --output {path}").record
+    costs = {"measured_costs": [measured["measured_costs"]] * 2, "drafter": "self@auto", "acceptance_rate": 0.5}
+    lines = {"record": measured}, {"benchmark": "baseline"}, {"benchmark": "compare", "prefix_len": 60, "rows": [costs]}
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + path.read_text())
+    ended = run(COST_MODEL, f"--records {path} --gammas 1 3".split())
+
+    def best_speedup(alpha: float | None) -> float:
+        """By hand, of two rows."""
+        rows = [costs for costs in measured["measured_costs"] if costs["rows"] == 2]
+        rates = [costs["accepted_share"] if alpha is None else alpha for costs in rows]
+        pairs = [(costs_of(costs), rate, gamma) for costs, rate in zip(rows, rates, strict=True) for gamma in (1, 3)]
+        return max(1.0, *(costs.speedup(tokens_per_round(rate, gamma), gamma) for costs, rate, gamma in pairs))
+
+    (best,) = (row for row in ended.record["best"] if row["B"] == 2)
+    assert best["predicted_speedup"] == pytest.approx(best_speedup(None), abs=2e-3) and best["prefix_len"] == 60
+    assert ended.out.count("streaming ") >= 4 * len(measured["measured_costs"]) and "what pays best" in ended.out
+    given = run(COST_MODEL, f"--records {path} --gammas 1 3 --alpha 0".split())
+    (best,) = (row for row in given.record["best"] if row["B"] == 2)
+    assert best["predicted_speedup"] == pytest.approx(best_speedup(0.0), abs=2e-3)
+    assert "--alpha" in given.out and "--alpha" not in ended.out

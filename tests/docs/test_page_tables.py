@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import DataError
 from reproduce import tables
-from reproduce.helpers.records import Record, read_records, selected
+from reproduce.helpers.records import read_records, selected
 from serving import schemas
 from tests.support.programs import ROOT, run
 
@@ -51,29 +51,6 @@ def test_rows_are_selected_by_conditions():
     for condition, message in (("text=passkey", "book, sampled"), ("txt=book", "no such column")):
         with pytest.raises(DataError, match=message):
             selected(rows, [condition])
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "said"),
-    [
-        ("speedups", None, "no such file"),
-        ("lengths", [{"gamma": 3}], "no column 'speedup'"),
-        ("cost_errors", [{"gamma": 3}], "no column 'rows'"),
-        ("policies", [{"prefix_len": 60}], "prefix_len of 60"),
-    ],
-)
-def test_a_table_says_which_file_or_column_is_missing(tmp_path: Path, name: str, rows: list[Record] | None, said: str):
-    file = tmp_path / "other.jsonl"
-    if rows is not None:
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert said in run("reproduce/tables.py", [name, str(file)]).refusal
-
-
-def test_a_table_names_what_its_records_lack_and_takes_other_conditions(tmp_path: Path):
-    file, row = tmp_path / "other.jsonl", {"prefix_len": 60, "draft_policy": "streaming", "text": "book"}
-    file.write_text(json.dumps({"rows": [row | {"text": text} for text in ("book", "greedy")]}) + "\n")
-    ended = run("reproduce/tables.py", ["policies", str(file), "--where", "text=book"])
-    assert ended.code == 0 and "book" in ended.out and "greedy" not in ended.out and "no record has: book" in ended.err
 
 
 def test_the_page_of_the_server_names_every_field_of_requests():

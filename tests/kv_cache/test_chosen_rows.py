@@ -7,7 +7,6 @@ from itertools import product
 import pytest
 import torch
 
-from common.errors import ConfigError
 from engine import ModelRunner, SelfSpeculation, generate
 from engine.batch import Batch
 from engine.drafters import RowUpdate
@@ -114,13 +113,6 @@ def test_a_draft_of_some_layers_chooses_by_those(new_cache):
         rows.round([2, 2, 2, 2])
     assert torch.equal(some.cache.entries, every.cache.entries[[1, 3]])
     assert torch.equal(means(some), means(every)[[1, 3]])
-
-
-def test_a_text_beyond_the_longest_is_refused():
-    runner = tiny_runner(len(LENGTHS))
-    drafter = SelfSpeculation(runner, retrieval_cache(), GAMMA)
-    with pytest.raises(ConfigError):
-        generate(runner, [[1] * (LONGEST - 5)], max_new_tokens=3, drafter=drafter)
 
 
 def queries_and_keys(rows: Rows, row: int, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

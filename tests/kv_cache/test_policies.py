@@ -1,6 +1,5 @@
 """Tests that every KV policy of tests/support/policies.py passes, on ragged rows."""
 
-import importlib
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,7 @@ from common.errors import ConfigError
 from engine import SelfSpeculation
 from engine.drafters import RowUpdate
 from kv_cache.base import EMPTY
-from kv_cache.policy import policies, registered
+from kv_cache.policy import policies
 from kv_cache.scored import ScoredKVCache
 from tests.support.policies import (
     BY_POSITION,
@@ -149,36 +148,6 @@ def test_a_policy_sees_the_values_and_positions_of_each_layer():
         values, positions = seen.pop(1)
         assert not seen and positions.tolist() == [*range(len(prompt))]
         assert torch.equal(values, runner.cache.entries[1, 1, row, :, : len(prompt)].float())
-
-
-def test_a_policy_that_selects_by_more_queries_than_entries_is_refused():
-    class ManyQueries(SmallestKeys):
-        n_queries = 25
-
-    assert ManyQueries(25, 8).selects
-    with pytest.raises(ConfigError, match="draft_budget"):
-        ManyQueries(24, 8).check()
-
-
-def test_a_file_that_cannot_be_imported_is_named_and_left_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(tmp_path)
-    (folder := tmp_path / "some_kinds").mkdir()
-    derived = "from some_kinds.base import Base\nclass Kind(Base):\n    name = "
-    (folder / "base.py").write_text("class Base: ...")
-    (folder / "broken.py").write_text(f"{derived}'broken'\nimport a_module_that_does_not_exist")
-    (folder / "whole.py").write_text(f"{derived}'whole'")
-    kind = importlib.import_module("some_kinds.base").Base
-    assert [*registered("some_kinds", folder, kind)] == [*registered("some_kinds", folder, kind)] == ["whole"]
-    said = capsys.readouterr().err
-    assert said.count("some_kinds/broken.py") == 1 and "a_module_that_does_not_exist" in said
-
-
-def test_two_classes_of_a_name_are_refused(tmp_path):
-    kind = type("Kind", (), {})
-    kinds = [type(name, (kind,), {"name": "same"}) for name in ("First", "Second")]
-    with pytest.raises(ConfigError, match="same name") as caught:
-        registered("", tmp_path, kind)
-    assert all(each.__name__ in str(caught.value) for each in kinds)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in policies().values() if hasattr(kind, "n_sink")])

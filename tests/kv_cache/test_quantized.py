@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from common.errors import ConfigError
 from kv_cache import FullKVCache
 from kv_cache.entries import stored_as
 from kv_cache.quantized import Quantized, QuantizedKVCache, kernel_for
@@ -125,12 +124,6 @@ def test_entries_of_8_bits_are_quantised_from_their_values(target, stored):
         torch.testing.assert_close(found, packed, rtol=0.005, atol=0.25)  # read in bfloat16, in two steps
     else:
         torch.testing.assert_close(found, packed, rtol=1e-5, atol=1e-5)
-
-
-def test_groups_and_windows_that_cannot_work_are_refused():
-    for group, window, named in ((0, 8, "quant_group 1"), (8, 7, "quant_window 8")):
-        with pytest.raises(ConfigError, match=f"--{named}"):
-            QuantizedKVCache(TINY, 1, 50, group, window)
 
 
 def test_a_row_that_is_cut_far_back_keeps_its_codes():

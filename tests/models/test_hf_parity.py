@@ -5,19 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-)
 
 from bench.data import load_books
 from convert_hf_checkpoint import convert
@@ -39,32 +28,32 @@ NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id":
 LONG_FACTOR = [1.0, 1.5, 2.0, 4.0, 7.0]
 
 
-FAMILIES: dict[str, PreTrainedConfig] = {
-    "llama-3.1": LlamaConfig(**SHAPE | llama3_rope(8.0)),
-    "llama-3.2": LlamaConfig(**SHAPE | llama3_rope(32.0) | {"tie_word_embeddings": True}),
-    "llama-68m": LlamaConfig(**SHAPE | MHA | rope(10000.0) | {"hidden_size": 32, "rms_norm_eps": 0.1}),
-    "smollm2": LlamaConfig(
+FAMILIES: dict[str, hf.PreTrainedConfig] = {
+    "llama-3.1": hf.LlamaConfig(**SHAPE | llama3_rope(8.0)),
+    "llama-3.2": hf.LlamaConfig(**SHAPE | llama3_rope(32.0) | {"tie_word_embeddings": True}),
+    "llama-68m": hf.LlamaConfig(**SHAPE | MHA | rope(10000.0) | {"hidden_size": 32, "rms_norm_eps": 0.1}),
+    "smollm2": hf.LlamaConfig(
         **SHAPE | {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3} | rope(100000.0)
     ),
-    "mistral-0.1": MistralConfig(**SHAPE | {"sliding_window": 11} | rope(10000.0)),
-    "qwen2.5": Qwen2Config(**SHAPE | rope(1000000.0)),
-    "qwen3": Qwen3Config(**SHAPE | {"head_dim": 22, "num_attention_heads": 10} | rope(1000000.0)),
-    "qwen3 tied, extended": Qwen3Config(
+    "mistral-0.1": hf.MistralConfig(**SHAPE | {"sliding_window": 11} | rope(10000.0)),
+    "qwen2.5": hf.Qwen2Config(**SHAPE | rope(1000000.0)),
+    "qwen3": hf.Qwen3Config(**SHAPE | {"head_dim": 22, "num_attention_heads": 10} | rope(1000000.0)),
+    "qwen3 tied, extended": hf.Qwen3Config(
         **SHAPE | {"head_dim": 32, "num_attention_heads": 7, "num_key_value_heads": 1, "attention_bias": True},
         tie_word_embeddings=True,
         **rope(1000000.0, "yarn", factor=4.0, original_max_position_embeddings=32),
     ),
-    "smollm3": SmolLM3Config(
+    "smollm3": hf.SmolLM3Config(
         **SHAPE | NO_SPECIAL_TOKENS | rope(1000000.0), no_rope_layers=[0, 1], tie_word_embeddings=False
     ),
-    "qwen3-moe": Qwen3MoeConfig(
+    "qwen3-moe": hf.Qwen3MoeConfig(
         **SHAPE | MOE | rope(1000000.0), num_experts=8, num_experts_per_tok=3, norm_topk_prob=True
     ),
-    "phi-4": Phi3Config(  # 10 of 20 elements of a head are rotated
+    "phi-4": hf.Phi3Config(  # 10 of 20 elements of a head are rotated
         **SHAPE | NO_SPECIAL_TOKENS | {"hidden_size": 80, "original_max_position_embeddings": 16},
         **rope(10000.0, "longrope", partial_rotary_factor=0.5, short_factor=[1.0] * 5, long_factor=LONG_FACTOR),
     ),
-    "dynamic": LlamaConfig(**SHAPE, **rope(10000.0, "dynamic", factor=4.0)),
+    "dynamic": hf.LlamaConfig(**SHAPE, **rope(10000.0, "dynamic", factor=4.0)),
 }
 
 
@@ -153,7 +142,7 @@ def gguf_name() -> str:
 def test_logits_of_the_default_model_are_those_of_transformers(gguf_name: str) -> None:
     text = next(load_books("default"))[PASSAGE : PASSAGE + 4000]
     tokens = torch.tensor([load_tokenizer(DEFAULT_CHECKPOINT).encode(text)[:PARITY_TOKENS]])
-    theirs = AutoModelForCausalLM.from_pretrained(DEFAULT_CHECKPOINT, gguf_file=gguf_name, dtype=torch.float32)
+    theirs = hf.AutoModelForCausalLM.from_pretrained(DEFAULT_CHECKPOINT, gguf_file=gguf_name, dtype=torch.float32)
     expected = theirs.eval()(tokens).logits
     model = load_model(DEFAULT_CHECKPOINT)
     cache = FullKVCache(model.config, 1, PARITY_TOKENS)
@@ -165,7 +154,7 @@ def test_logits_of_the_default_model_are_those_of_transformers(gguf_name: str) -
 @pytest.mark.slow
 def test_tokens_of_the_default_model_are_those_of_transformers(gguf_name: str) -> None:
     tokenizer = load_tokenizer(DEFAULT_CHECKPOINT)
-    theirs = AutoTokenizer.from_pretrained(DEFAULT_CHECKPOINT, gguf_file=gguf_name)
+    theirs = hf.AutoTokenizer.from_pretrained(DEFAULT_CHECKPOINT, gguf_file=gguf_name)
     for text in (MIXED_TEXT, next(load_books("default"))[PASSAGE : PASSAGE + 20_000]):
         assert tokenizer.encode(text) == theirs(text).input_ids
         assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -1,13 +1,11 @@
 """compare.py: drafters next to plain decoding, by context, prompt, kind of text, category and storage."""
 
 import json
-import os
 import shutil
-import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ import pytest
 from bench import few_rounds, passes
 from models.checkpoints.model_source import find_model
 from reproduce.helpers import llama_cpp
-from reproduce.helpers.contenders import summary_rows
 from tests.support.programs import run
 
 SCRIPT = "reproduce/compare.py"
@@ -47,29 +44,6 @@ def test_every_drafter_decodes_the_same_tokens_by_context(call, tmp_path: Path):
         assert rows["oracle@1"]["acceptance_rate"] == 1.0 > rows["suffix"]["acceptance_rate"]
         assert len(rows["self@auto"]["measured_costs"]) == 2, "measured anew for each repeat"
     assert all(name in ended.out for name in drafters) and "3 of 3" in ended.out
-
-
-def test_whole_prompts_are_compared_together(call, tmp_path: Path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": "again " * n}) + "\n" for n in (4, 9, 6)))
-    ended = call(SCRIPT, f"{HOW} --num_prompts 2 --contexts 50 --prompts {prompts} --drafters suffix")
-    (row,) = ended.record["rows"]
-    assert row["identical_sequences"] == row["sequences"] == 3 and ended.record["prompts"] == str(prompts)
-    assert "--contexts, --num_prompts without effect" in ended.err
-
-
-def test_each_budget_goes_with_each_gamma(call):
-    """A budget that is chosen goes with a gamma that is; a drafter without a budget runs once for each gamma."""
-    flags = "--drafters self ngram --contexts 150 --budgets 16 auto --gammas 1 auto"
-    rows = call(SCRIPT, f"{HOW} {flags}").record["rows"]
-    found = [(row["drafter"], row["draft_budget"], row["gamma"]) for row in rows]
-    pairs = [(16, 1), (16, "auto"), ("auto", "auto")]
-    assert found == [*(("self", *pair) for pair in pairs), ("ngram", None, 1), ("ngram", None, "auto")]
-    fixed, auto, both, *_ = rows
-    assert all(row["identical_sequences"] == 2 for row in rows)
-    assert fixed["measured_costs"] is None and auto["measured_costs"] and both["measured_costs"]
-    (choices,) = both["choices"]
-    assert all(bool(choice["gamma"]) == (choice["draft_budget"] is not None) for choice in choices)
 
 
 def test_acceptance_on_kinds_of_text(call):
@@ -167,22 +141,6 @@ def test_a_later_turn_follows_the_answers_of_plain_decoding(chat, chat_checkpoin
     assert all((row["identical_sequences"] is None) == bool(sampling) for row in ended.record["rows"])
 
 
-def category(name: str, accepted: int, seconds: float, **other: Any) -> dict[str, Any]:
-    row = {"drafter": "self", "gamma": 3, "draft_budget": None, "sequences": 4, "identical_sequences": 4}
-    row |= {"rounds": 10, "drafted": 30, "verified": 20, "accepted": accepted, "emitted": 10 + accepted}
-    row |= {"seconds": seconds, "baseline_emitted": 10 + accepted, "baseline_seconds": 2.0}
-    return {"category": name, "model": "M", "prompts": "p.jsonl", "B": 8, "rows": [row]} | other
-
-
-def test_categories_are_summed_by_tokens_and_settings_apart():
-    rows = summary_rows([category("a", 10, 1.0), category("a", 10, 1.0, B=1), category("b", 2, 4.0)])
-    assert [(row["B"], row["category"]) for row in rows] == [(8, "a"), (8, "b"), (8, "all"), (1, "a")]
-    whole = rows[2]
-    assert whole["acceptance_rate"] == 12 / 40 and whole["mean_accepted_length"] == 32 / 20
-    assert whole["acceptance_standard_error"] is None, "these records do not have each conversation"
-    assert whole["wall_speedup"] == pytest.approx((32 / 5) / (32 / 4)) and whole["identical_sequences"] == 8
-
-
 class FakeRows:
     """Stands in for llama.cpp: a step takes as many ms as a row has tokens in it."""
 
@@ -191,18 +149,6 @@ class FakeRows:
 
     def steps(self, n_token: int, n_steps: int) -> list[int]:
         return [n_token] * n_steps
-
-
-def end_this_process(*_) -> None:
-    os.kill(os.getpid(), signal.SIGILL)
-
-
-def test_a_peer_whose_process_dies_is_left_out(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(llama_cpp, "step_ms", end_this_process)
-    peer, batch = llama_cpp.Peer(Path("tiny.Q4_1.gguf"), "f16", 2, 3), SimpleNamespace(prompts=[[1, 2], [3, 4]])
-    for repeat in range(2):
-        peer.run(batch, repeat)
-    assert set(peer.row().values()) == {None} and capsys.readouterr().err.count("f16 ended its process") == 1
 
 
 def test_storages_are_compared_with_llama_cpp(checkpoint: Path, books: Path, tmp_path: Path, monkeypatch):

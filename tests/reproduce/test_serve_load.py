@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reproduce.serve_load import Answer, Endpoint, Phase, against_plain, failed, load, summary
+from reproduce.serve_load import Answer, Endpoint, Phase, failed, load, summary
 from tests.support.programs import Ended, run
 from tests.support.serving_cases import FLAGS, Served
 
@@ -37,24 +37,6 @@ def test_rates_and_percentiles_are_of_all_phases_requests():
     # A request's first token comes with its prefill, not out of a round.
     assert found["decode_tokens_per_second"] == 11 / 2.0
     assert found["between_share"] == 0.2
-
-
-def test_a_server_that_says_nothing_of_rounds_has_times_alone():
-    silent = summary([Phase([Answer(0.0, [1.0, 3.0], 5, "", {})], 4.0, {})])
-    assert silent["tpot_ms_p50"] == 500 and silent["output_tokens_per_second"] == 1.25
-    unknown = ("prompt_tokens", "reused_prompt_tokens", "accepted_share", "tokens_per_round", "between_share")
-    assert {silent[name] for name in (*unknown, "decode_tokens_per_second")} == {None}
-    assert against_plain([Phase([LONG], 4.0, COUNTERS)], [Phase([BRIEF], 4.0, {})])["decode_speedup"] is None
-
-
-def test_what_is_beside_plain_rounds_is_of_the_same_requests():
-    plain = [Phase([LONG, LATE], 6.0, COUNTERS), Phase([BRIEF, LATE], 2.0, {})]
-    other = LATE._replace(text="later")
-    own = [Phase([LONG, other], 3.0, COUNTERS), Phase([LOST, LATE], 1.0, {})]
-    row = against_plain(plain, own)
-    assert row["identical_answers"] == 2 and row["errors"] == 1
-    assert row["speedup"] == pytest.approx(16 / 4 / (17 / 8))
-    assert against_plain(plain, plain)["speedup"] == 1 and against_plain(plain, plain)["identical_answers"] == 4
 
 
 @pytest.fixture
@@ -94,10 +76,3 @@ def test_a_load_is_recorded_with_what_rounds_did(measured, served: Served, tmp_p
 def test_requests_to_a_server_that_is_not_there_count_as_failed():
     phase = asyncio.run(load(Endpoint("http://127.0.0.1:9", {}), ["a", "b"], 2))
     assert "2 of 2: ConnectError" in str(failed(phase.answers)[0]) and failed([LONG, BRIEF]) == []
-
-
-def test_a_conversation_goes_on_behind_what_its_row_holds(served: Served):
-    endpoint = Endpoint(served.url, {"max_tokens": 9, "temperature": 0.6})
-    phase = asyncio.run(load(endpoint, ["a" * 90, "b" * 99], 2, 2))
-    assert failed(phase.answers) == [] and len(phase.answers) == 4
-    assert summary([phase])["reused_prompt_tokens"] >= 180  # the prompts of two first turns

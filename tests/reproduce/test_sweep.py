@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -11,14 +10,12 @@ import pytest
 
 from common import cli
 from common.checkout import ROOT
-from common.errors import UserError
 from common.jsonl import read_lines
 from reproduce import sweep
-from reproduce.sweep import Cell, make_cells, parse_ranges, read_grid
-from tests.support.programs import in_child, run_here
+from reproduce.sweep import make_cells, parse_ranges, read_grid
+from tests.support.programs import in_child
 from tests.support.programs import run as run_program
 
-SELFSPEC = "tests/selfspec_benchmark.py"
 # A cell's script: it notes that it ran, then records its arguments, fails, or hangs with a child.
 SCRIPT = """
 import json, os, subprocess, sys, time
@@ -75,14 +72,6 @@ def test_every_cell_is_recorded_once_and_failures_run_again(run, script: Path):
     assert times_run(script) == ["record", "fail", "silent", "fail"]
 
 
-def test_a_row_that_was_torn_is_written_anew(run, script: Path, tmp_path: Path):
-    run("a", "b")
-    output = tmp_path / "rows.jsonl"
-    output.write_bytes(output.read_bytes()[:-30])
-    _, rows = run("a", "b")
-    assert times_run(script) == ["a", "b", "b"] and [row["flags"]["how"] for row in rows] == ["a", "b"]
-
-
 def left_over(script: Path) -> list[psutil.Process]:
     return [one for one in psutil.process_iter(["cmdline"]) if str(script) in (one.info["cmdline"] or [])]
 
@@ -103,15 +92,6 @@ def test_after_a_signal_rows_are_kept_and_nothing_is_left_running(script: Path, 
     os.kill(pid, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 1 and not left_over(script)
-
-
-def test_benchmarks_that_sample_decode_one_text_in_all_cells():
-    def modes(script: str, **flags: object) -> list[str]:
-        return [word for word in Cell(script, flags).words() if "verification" in word]
-
-    assert modes(SELFSPEC, temperature=0.6) == ["--verification=coupled"]
-    assert modes(SELFSPEC, temperature=0.6, verification="rejection") == ["--verification=rejection"]
-    assert modes(SELFSPEC) == modes(SELFSPEC, temperature=0) == modes("reproduce/certify.py", temperature=0.6) == []
 
 
 def test_a_grid_is_the_product_of_its_axes_and_can_be_changed(tmp_path: Path):
@@ -139,35 +119,3 @@ def test_the_grids_name_scripts_that_are_there(grid: Path):
     cells = make_cells(read_grid(str(grid)), {})
     assert len({*map(str, cells)}) == len(cells) > 0
     assert all((ROOT / cell.script).is_file() for cell in cells)
-
-
-TWICE = "--script s --axis B=1,2 --fixed B=1"
-WORDS = (
-    "",
-    "--grid nowhere.toml",
-    TWICE,
-    "--script s --axis B",
-    "--script s --output other",
-    *(f"--grid {n}" for n in "abc"),
-)
-
-
-@pytest.mark.parametrize("words", WORDS)
-def test_what_cannot_run_is_refused(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    Path("other").write_text('{"benchmark": "selfspec"}\n')
-    Path("a").write_text('[[sweep]]\nscript = "s"\n[sweep.axis]\nB = [1]\n')
-    Path("b").write_text('[[sweep]]\nscript = "s"\n[sweep.axes]\nB = 1\n')
-    Path("c").write_text('[[sweeps]]\nscript = "s"\n')
-    words = words if "--output" in words else f"{words} --output o"
-    with pytest.raises(UserError):
-        sweep.main(cli.read(sweep.Flags, words.split(), "sweep.py"))
-
-
-def test_a_misspelt_flag_is_found_before_the_first_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(subprocess, "run", run_here)
-    output = tmp_path / "rows.jsonl"
-    words = f"--script reproduce/plot.py --axis x=B,gamma --fixed titel=a --output {output}"
-    with pytest.raises(UserError, match="--titel"):
-        sweep.main(cli.read(sweep.Flags, words.split(), "sweep.py"))
-    assert not output.exists()

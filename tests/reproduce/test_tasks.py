@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from bench import passes
-from common.errors import ConfigError, DataError, UserError
+from common.errors import ConfigError
 from models.checkpoints.tokenizer import load_tokenizer
 from reproduce.tasks.infinitebench import METRICS as INFINITEBENCH
 from reproduce.tasks.longbench import METRICS as LONGBENCH
 from reproduce.tasks.ruler import METRICS as RULER
-from reproduce.tasks.task import BENCHMARKS, Encoder, Example, find_task, made, read
+from reproduce.tasks.task import BENCHMARKS, Encoder, find_task, made, read
 
 SCRIPT = "reproduce/compare.py"
 NAMES = [name for name, value in BENCHMARKS["ruler"].items() if isinstance(value, dict)]
@@ -28,13 +28,6 @@ def joining(text: str, split: Any) -> SimpleNamespace:
 
 
 TOKENIZERS = {"characters": joining("", list), "words": joining(" ", str.split)}
-
-
-class Template:
-    """Encloses a message in brackets."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.encode = lambda messages: tokenizer.encode(f"[ {messages[0]['content']} ]")
 
 
 @pytest.fixture(scope="module")
@@ -85,23 +78,6 @@ def test_a_refusal_says_how_long_a_context_has_to_be(tokenizer, book: str):
         made(task, 1, Encoder(tokenizer, None, least - 1), 7, book)
 
 
-def test_texts_depend_on_seed_and_number_alone(tokenizer, book: str):
-    task, encoder = find_task("ruler", "niah_multikey_1"), Encoder(tokenizer, None, 900)
-    examples, more, others = (made(task, n, encoder, seed, book)[1] for n, seed in ((3, 7), (4, 7), (3, 8)))
-    assert examples == more[:3] and len({each.right[0] for each in (*more, *others)}) == 7
-
-
-def test_a_chat_template_has_the_question_and_not_the_opening(book: str):
-    words = TOKENIZERS["words"]
-    encoder = Encoder(words, Template(words), 150)
-    _, (example,) = made(find_task("ruler", "vt"), 1, encoder, 0, book)
-    text = " ".join(example.prompt)
-    assert text.startswith("[ Text: VAR QUX") and len(example.prompt) in range(145, 151)
-    number = re.search(r"Which variables have the value (\d{5}), at first or by another variable\? \] Answer:", text)
-    assert number and text.endswith(f"Answer: The variables with the value {number[1]} are")
-    assert encoder.ids(find_task("longbench", "trec"), context="a", input="b") == ["a", "b"], "no chat"
-
-
 METRIC_CASES = [
     (RULER, "share", "It is 12 and ABCDE", ["12", "abcde", "77"], (), 2 / 3),
     (RULER, "share", "none", ["12"], (), 0),
@@ -135,13 +111,6 @@ def test_metrics_by_hand(metrics: dict, name: str, answer: str, right: list[str]
     assert metrics[name](answer, right, choices) == pytest.approx(score)
 
 
-def test_the_line_that_counts_is_the_first():
-    trec, hotpotqa = (find_task("longbench", name) for name in ("trec", "hotpotqa"))
-    example = Example([], ["food"], ["food", "city"])
-    assert trec.scores([example] * 2, ["\nfood\ncity", "city\nfood"]) == [1, 0]
-    assert hotpotqa.scores([example], ["a\nfood"]) == [1]
-
-
 def write(folder: Path, name: str, *rows: Any) -> str:
     path = folder / f"{name}.jsonl"
     path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
@@ -164,31 +133,6 @@ def test_files_are_read_and_long_contexts_lose_their_middle(tmp_path: Path, toke
     assert (examples[0].right, examples[0].choices) == (["7"], ["u", "v"])
     text = " ".join(tokenizer.decode(examples[0].prompt).split())
     assert text.startswith("abc A. u B. v")
-
-
-REFUSED = {
-    "nothing.jsonl": (None, "no text to read"),
-    "empty": ([], "cannot be read"),
-    "broken": (['{"context": '], "line 1"),
-    "passkey": ([{"context": "a", "answer": None}], "right answers"),
-    "list": ([["context"]], "right answers"),
-    "longbook_sum_eng": ([{"context": "a", "answer": ["b"]}], "no metric"),
-    "kv_retrieval": ([{"context": "a b c", "input": "d " * 500, "answer": ["b"]}], "no room"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_files_that_cannot_be_scored_are_refused(tmp_path: Path, tokenizer, name: str):
-    rows, message = REFUSED[name]
-    path = str(tmp_path / name) if rows is None else write(tmp_path, name, *rows)
-    with pytest.raises(UserError, match=message):
-        read("infinitebench", path, 2, Encoder(tokenizer, None, 100))
-
-
-def test_a_book_of_few_words_is_refused(tmp_path: Path, tokenizer):
-    (path := tmp_path / "few.txt").write_text("Hardly enough letters.")
-    with pytest.raises(DataError, match="too few words"):
-        made(find_task("ruler", "niah_single_1"), 1, Encoder(tokenizer, None, 900), 0, str(path))
 
 
 FLAGS = "--B 2 --device cpu --dtype float64 --gamma 2 --draft_dtype same --draft_budget 40 --rope_scaling linear:4"

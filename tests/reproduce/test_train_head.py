@@ -1,7 +1,5 @@
 """reproduce/train_head.py: examples, losses, resuming, saved heads, and a whole run."""
 
-import math
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,6 @@ from torch import Tensor
 
 from engine import ModelRunner
 from kv_cache import FullKVCache
-from models.heads.loading import find_head
 from reproduce.heads import examples, training
 from reproduce.heads.forwards import dflash_logits, eagle_logits
 from reproduce.heads.training import N_SINK, Recipe, TrainedHead
@@ -69,17 +66,6 @@ def test_examples_hold_the_targets_states(model, folder):
         torch.testing.assert_close(made["inputs"].float(), inputs, rtol=0.02, atol=0.02)
 
 
-def test_windows_are_stretches_behind_the_first_tokens(folder):
-    """Rows that are held out are in no training window, and the last token of a row follows its last window."""
-    windows, held_out = examples.windows_of(folder, RECIPE.window, N_SINK)
-    assert len(windows) == 12 and [row for _, row, _ in held_out] == [0]
-    file, row, start = windows[3]
-    batch, tokens = examples.stacked([windows[3]], RECIPE.window, N_SINK), file["tokens"][row]
-    assert start == 24 and batch["positions"][0].tolist() == [0, 1, 2, 3, *range(24, 48)]
-    assert torch.equal(batch["tokens"][0], tokens[batch["positions"][0]]) and batch["next"][0, -1] == tokens[-1]
-    assert torch.equal(batch["last"][0], file["last"][row, batch["positions"][0]])
-
-
 @torch.no_grad()
 def test_eagle_is_trained_as_it_drafts(model, folder):
     """The unrolled steps equal a head over a cache, which has the window and the first tokens, and continues its own
@@ -114,39 +100,6 @@ def test_dflash_is_trained_as_it_drafts(model, folder):
         states = dflash.draft(batch["tokens"][window, at, None], positions[:, at : at + size], cache)
         torch.testing.assert_close(dflash.draft_logits(states)[0], logits[:, number], rtol=1e-4, atol=1e-4)
         assert state_of[:, number].tolist() == [*range(anchor, anchor + size)]
-
-
-@pytest.mark.parametrize("kind", ["eagle", "dflash"])
-def test_training_that_is_resumed_gives_the_same_weights(kind, model, folder, tmp_path, monkeypatch):
-    windows, held_out = examples.windows_of(folder, RECIPE.window, N_SINK)
-
-    def trained(name: str, steps: float = math.inf) -> tuple[dict[str, Tensor], list[int]]:
-        """Return the weights after training that ends after `steps` steps, and the steps of the curve."""
-        (head, rows), calls = new_head(kind, model, folder), count(1)
-        monkeypatch.setattr(training, "is_over", lambda seconds, limit: next(calls) >= steps)
-        (tmp_path / name).mkdir(exist_ok=True)
-        _, curve = training.train(head, rows, windows, held_out, RECIPE, tmp_path / name, limit=math.inf)
-        return head.state_dict(), [line["step"] for line in curve]
-
-    (whole, _), (first, _), (resumed, steps) = trained("whole"), trained("parts", steps=4), trained("parts")
-    assert any(not torch.equal(first[name], whole[name]) for name in whole)
-    for name, weights in whole.items():
-        assert torch.equal(resumed[name], weights), name
-    assert steps == [1, 4, 5, 6], "the first and the last of each run"
-
-
-@pytest.mark.parametrize("kind", ["eagle", "dflash"])
-def test_a_saved_head_has_neither_defaults_nor_windows_of_its_target(kind, model, folder, tmp_path):
-    head, _ = new_head(kind, model, folder)
-    values = {"hidden_size": TINY.dim, "intermediate_size": TINY.ffn_dim, "num_attention_heads": TINY.n_head}
-    values |= {"vocab_size": TINY.vocab_size, "rope_theta": TINY.rope_theta}
-    values |= {"layer_types": ["sliding_attention"] * TINY.n_layer, "sliding_window": 8, "use_sliding_window": True}
-    training.save_head(head, tmp_path, values)
-    found = find_head(str(tmp_path), kind, TINY)
-    assert not any(found.shape.windows) and found.config.sliding_window is None
-    loaded = found.load(device="cpu", dtype=torch.float32, prepack=False)
-    assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in head.state_dict().items())
-    assert loaded.body.config.norm_eps == TINY.norm_eps
 
 
 SIZES = "--B 2 --prefix_len 96 --gen_len 40 --window 40 --windows 1 --layers 1 --block_size 4 --blocks 4"

@@ -1,6 +1,5 @@
 """Two replicas behind HAProxy with docs/haproxy.cfg: where requests go, and what clients see when a replica dies."""
 
-import json
 import os
 import shutil
 import signal
@@ -13,7 +12,6 @@ from http.client import IncompleteRead
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from openai import OpenAI
@@ -24,7 +22,6 @@ from tests.support.serving_cases import CHATS, STREAM, TGI, V1, Alone, Answer, S
 HAPROXY = shutil.which("haproxy", path=os.environ.get("PATH", "") + ":/usr/sbin")
 pytestmark = pytest.mark.skipif(HAPROXY is None, reason="needs HAProxy")
 SESSION = "X-Session-Id"
-NOBODY = "http://127.0.0.1:9"
 
 
 @contextmanager
@@ -93,56 +90,6 @@ def test_the_next_turn_of_a_conversation_is_fast(proxy: Served, served: Served, 
         assert server.metrics()["foretoken_reused_prompt_tokens_total"] == reused[name]
 
 
-def of_user(content: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": content}]
-
-
-# A path, and the bodies of two requests that belong together, of which one is longer than the proxy's buffer.
-KEYS: dict[str, tuple[str, Any, Any]] = {
-    "inputs": (TGI, lambda i: {"inputs": f"{i}" * 100}, lambda i: {"inputs": f"{i}" * 100 + 'a "long" text\n' * 9000}),
-    "parts": (
-        CHATS,
-        lambda i: {"messages": of_user([{"type": "text", "text": f"\\{i}€\n" * 20}])},
-        lambda i: {"messages": [*of_user([{"text": f"\\{i}€\n" * 20, "type": "text"}]), *of_user("and")]},
-    ),
-    "prompt_cache_key": (
-        V1,
-        lambda i: {"prompt": "a", "prompt_cache_key": f"{i}"},
-        lambda i: {"prompt": f"b{i}", "prompt_cache_key": f"{i}"},
-    ),
-    SESSION: (TGI, lambda i: {"inputs": "a"}, lambda i: {"inputs": f"{i} b"}),
-}
-
-
-@pytest.mark.parametrize("kind", KEYS)
-def test_requests_with_a_key_stay_together(proxy: Served, kind):
-    """Requests ask for nothing possible, so that they are refused at once."""
-    path, first, later = KEYS[kind]
-
-    def replica(body: dict[str, Any], i: int) -> str:
-        stop, headers = ["a"] * 99, {SESSION: f"{i}"} if kind == SESSION else {}
-        answer = proxy.ask(path, body | ({"parameters": {"stop": stop}} if path == TGI else {"stop": stop}), headers)
-        assert answer.status in (400, 422)
-        return answer.headers["x-replica"]
-
-    chosen = [(replica(first(i), i), replica(later(i), i)) for i in range(8)]
-    assert {*chosen} == {("a", "a"), ("b", "b")}
-
-
-def test_streams_come_as_they_are_made_and_clients_leave(proxy: Served, served: Served):
-    header = sessions(proxy)["a"]
-    for path in (STREAM, TGI):
-        with slow(served):
-            connection = proxy.connect()
-            body = json.dumps({"inputs": "a b c", "parameters": {"max_new_tokens": 250}})
-            connection.request("POST", path, body, {"Content-Type": "application/json", **header})
-            served.until(lambda: bool(served.answers), "a request")
-            if path == STREAM:
-                assert connection.getresponse().readline().startswith(b"data: ") and served.answers
-            connection.close()
-            served.until(lambda: not served.answers, "its end", 1)
-
-
 def test_a_replica_dies_under_load(served: Served, chat_checkpoint, alone: Alone, tmp_path):
     """Only requests that it runs fail, and OpenAI's client repeats its request: a seed has the same answer anywhere."""
 
@@ -184,22 +131,3 @@ def test_a_replica_dies_under_load(served: Served, chat_checkpoint, alone: Alone
             assert (lost.status, lost.headers["retry-after"]) == (503, "1")
         assert whole.result().json["error_type"] == completion.result().json["error"]["code"] == "unavailable"
         assert proxy.get("/health").status == 200 and proxy.get("/metrics").status == 404
-
-
-def test_a_replica_that_hangs_gets_no_requests(proxy: Served, second: Served):
-    def replica() -> str:
-        return proxy.get("/info", **header).headers["x-replica"]
-
-    header = sessions(proxy)["b"]
-    second.server.service.scheduler.step_began = 0.0
-    proxy.until(lambda: replica() == "a", "health checks")
-    second.server.service.scheduler.step_began = None
-    proxy.until(lambda: replica() == "b", "health checks")
-
-
-def test_no_replica_is_left(tmp_path):
-    with proxied(tmp_path, NOBODY, NOBODY) as proxy:
-        assert proxy.ask(TGI, {"inputs": "a"}).json["error_type"] == "unavailable"
-        proxy.until(lambda: proxy.get("/health").status == 503, "health checks")
-        refused = proxy.ask(V1, {"prompt": "a"})
-        assert (refused.status, refused.json["error"]["type"]) == (503, "server_error")

@@ -3,20 +3,13 @@
 import shutil
 
 import pytest
-from huggingface_hub import InferenceClient
-from huggingface_hub.errors import ValidationError
-from openai import BadRequestError, OpenAI
+from openai import OpenAI
 
 from engine.sampling.distribution import SamplingParams
-from tests.support.serving_cases import END, PLAIN, Alone, Served, serving
+from tests.support.serving_cases import PLAIN, Alone, Served, serving
 
 PROMPTS = ["a", "of the cat and the hat", "Näher " * 9, "1, 2, 3, 4, 5, 6, 7, 8" * 4]
 MESSAGES = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture
-def hub(served: Served) -> InferenceClient:
-    return InferenceClient(model=served.url)
 
 
 @pytest.fixture
@@ -40,13 +33,6 @@ def test_every_event_says_where_its_token_came_from(served: Served):
     for number in range(1, rounds[-1] + 1):  # drafts come first, then the target's token
         origins = [is_draft for is_draft, of in zip(drafted, rounds, strict=True) if of == number]
         assert origins == sorted(origins, reverse=True) and origins.count(False) <= 1
-
-
-def test_the_root_answers_a_list_or_a_stream(served: Served):
-    body = {"inputs": "abc", "parameters": {"max_new_tokens": 4, "return_full_text": True}}
-    (whole,) = served.ask("/", body).json
-    assert whole["generated_text"].startswith("abc")
-    assert served.ask("/", body | {"stream": True}).events[-1]["generated_text"] == whole["generated_text"]
 
 
 @pytest.mark.parametrize(
@@ -116,24 +102,6 @@ def test_chat(openai, served: Served, alone: Alone):
     assert raw.body.endswith(b"data: [DONE]\n\n") and raw.headers["content-type"].startswith("text/event-stream")
     answer = served.generate("hello", max_new_tokens=15, chat=True)
     assert answer["generated_text"] == expected
-
-
-def test_bans_and_least_lengths_are_those_of_plain_decoding(served: Served, alone: Alone):
-    prompt, filters = PROMPTS[3], {"min_tokens": 9, "bad_words": ["a", "bc"]}
-    bans = [alone.tokenizer.encode(word, add_bos=False) for word in ("a", " a", "bc", " bc")]
-    expected = alone.tokens(prompt, 30, SamplingParams(0.9, seed=3, min_tokens=9, bad_words=bans))
-    assert served.ids(prompt, max_new_tokens=30, temperature=0.9, seed=3, **filters) == expected
-    likes_to_end = {"max_new_tokens": 12, "logit_bias": {END: 100}}
-    for fields, n_tokens in ({}, 1), ({"min_tokens": 5}, 6), ({"ignore_eos": True}, 12):
-        assert len(served.ids(prompt, **likes_to_end, **fields)) == n_tokens
-
-
-def test_clients_raise_what_is_refused(hub, openai):
-    with pytest.raises(ValidationError, match=r"parameters\.repetition_penalty: "):
-        hub.text_generation("a", repetition_penalty=-1.2)
-    with pytest.raises(BadRequestError) as caught:
-        openai.chat.completions.create(model="m", messages=MESSAGES, n=69)
-    assert caught.value.param == "n"
 
 
 def test_a_model_without_a_chat_template_or_a_draft(chat_checkpoint, alone: Alone, tmp_path):

@@ -61,21 +61,6 @@ def test_requests_of_neighbouring_seeds_share_no_sample(served: Served):
     assert len({*others, *(answer["generated_text"] for answer in given)}) == 8
 
 
-def test_streams_of_samples(served: Served, alone: Alone):
-    how = {"model": "m", "max_tokens": 24, "stream_options": {"include_usage": True}, "stream": True}
-    *chunks, usage = served.openai.completions.create(prompt=PROMPTS[:2], n=2, logprobs=1, extra_body=WARM, **how)
-    indices = [chunk.choices[0].index for chunk in chunks]
-    for i in range(4):
-        mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == i]
-        assert "".join(choice.text for choice in mine) == drawn(alone, PROMPTS[i // 2], 24, i)[0]
-        assert [choice.finish_reason is None for choice in mine] == [True] * (len(mine) - 1) + [False]
-    assert indices != sorted(indices)  # of all samples in turns
-    assert usage.usage.prompt_tokens == sum(len(alone.tokenizer.encode(prompt)) for prompt in PROMPTS[:2])
-    chunks = [*served.openai.chat.completions.create(messages=CHAT, n=2, extra_body=WARM, **how)][:-1]
-    roles = [(chunk.choices[0].index, chunk.choices[0].delta.role) for chunk in chunks if chunk.choices[0].delta.role]
-    assert sorted(roles) == [(0, "assistant"), (1, "assistant")]
-
-
 def test_the_best_of_some_samples(served: Served, alone: Alone):
     expected = [drawn(alone, PROMPTS[1], 12, i) for i in range(5)]
     ranked = sorted(expected, key=lambda each: -fmean(each[1]))

@@ -44,18 +44,6 @@ class Scripted:
         assert len(accepted) and all(0 <= n <= choice.gamma for n in accepted)
 
 
-class Ending(Scripted):
-    """A scripted controller that ends the decode after `n_rounds` rounds."""
-
-    def __init__(self, drafters: Sequence[Drafter], choices: Sequence[RoundChoice], n_rounds: int) -> None:
-        super().__init__(drafters, choices[-1:] + choices[:-1])
-        self._left = n_rounds
-
-    def choose(self, n_busy: int, n_joining: int, context: float) -> RoundChoice | None:
-        self._left -= 1
-        return super().choose(n_busy, n_joining, context) if self._left >= 0 else None
-
-
 class Clock:
     """A stand-in for `time` that moves on when it is read or waited for; in seconds."""
 

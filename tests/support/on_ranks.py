@@ -3,13 +3,8 @@
 import json
 import shlex
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
-
-import torch
-from torch import Tensor
 
 from bench import agreement
 from bench.benchmark_flags import BaselineFlags, LongSpecFlags, SelfSpecFlags
@@ -18,7 +13,6 @@ from common import cli
 from common.errors import UserError
 from common.process import rank
 from common.provenance import package_version
-from engine.runner import ModelRunner
 from serving.scheduler import open_session
 from serving.serve import Serve
 from tests import baseline_benchmark, longspec_benchmark, selfspec_benchmark
@@ -35,20 +29,6 @@ def run_benchmarks(commands: Sequence[Sequence[str]]) -> None:
     """Run benchmarks one after another: a name and flags each."""
     for name, *flags in commands:
         MAIN[name](cli.read(FLAGS[name], flags))
-
-
-def run_with_a_bad_prompt(commands: Sequence[Sequence[str]], rank_of_prompt: int) -> None:
-    """Run benchmarks; on one rank, the state in the middle of the first prompt is not finite."""
-    run_chunk, prompts = ModelRunner.run_chunk, count(-1)  # the first forward measures memory
-
-    def spoiled(self: ModelRunner, *args: Any) -> Tensor:
-        hidden = run_chunk(self, *args)
-        if next(prompts) == 0 and rank() == rank_of_prompt:
-            hidden[5] = torch.nan
-        return hidden
-
-    with patch.object(ModelRunner, "run_chunk", spoiled):
-        run_benchmarks(commands)
 
 
 def open_cases(cases: Sequence[tuple[str, Sequence[str], str | None]]) -> None:

@@ -151,31 +151,19 @@ def random_medusa(target: KVShape, dim: int = WIDTH, n_head: int = 6) -> MedusaH
 
 
 class PlainEagle:
-    """A head over a single text: it runs token by token, and keeps keys and values in lists."""
+    """An EAGLE-1 head over a single text: it runs token by token, and keeps keys and values in lists."""
 
-    def __init__(self, tensors: dict[str, Tensor], version: int, n_layer: int = 1) -> None:
-        self.tensors = {name.replace("midlayer.", "layers.0."): x for name, x in tensors.items()}
-        self.version = version
+    def __init__(self, tensors: dict[str, Tensor], n_layer: int = 1) -> None:
+        self.tensors = tensors
         self.entries: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(n_layer)]
-
-    def fused(self, states: Tensor) -> Tensor:
-        """Combine the target's states `[n * dim]`."""
-        return states if self.version == 1 else self.tensors["fc.weight"] @ states
 
     def step(self, state: Tensor, token: int) -> Tensor:
         """Return the next state, from a state and the token after it."""
-        tensors, embedded = self.tensors, self.tensors["embed_tokens.weight"][token]
-        x = state
-        if self.version == 1:
-            x = tensors["fc.weight"] @ torch.cat([embedded, state]) + tensors.get("fc.bias", torch.zeros(()))
+        tensors = self.tensors
+        x = tensors["fc.weight"] @ torch.cat([tensors["embed_tokens.weight"][token], state]) + tensors.get("fc.bias", 0)
         for i, entries in enumerate(self.entries):
             layer = {name.removeprefix(f"layers.{i}."): t for name, t in tensors.items() if f"layers.{i}." in name}
-            read = x
-            if i or self.version == 3:
-                read = normed(x, layer["input_layernorm.weight"], EPS)
-            if i == 0 and self.version == 3:
-                first = normed(x, layer["hidden_norm.weight"], EPS)
-                read = torch.cat([normed(embedded, layer["input_layernorm.weight"], EPS), first])
+            read = normed(x, layer["input_layernorm.weight"], EPS) if i else x
             q, k, v = (
                 (layer[f"self_attn.{n}_proj.weight"] @ read + layer.get(f"self_attn.{n}_proj.bias", 0)).view(
                     -1, HEAD_DIM
@@ -194,10 +182,6 @@ class PlainEagle:
             gate, up = (layer[f"mlp.{name}_proj.weight"] @ read for name in ("gate", "up"))
             x = x + layer["mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
         return x
-
-    def logits(self, state: Tensor) -> Tensor:
-        """Return EAGLE-3's logits of its ids."""
-        return self.tensors["lm_head.weight"] @ normed(state, self.tensors["norm.weight"], EPS)
 
 
 def plain_medusa(tensors: dict[str, Tensor], i: int, hidden: Tensor) -> Tensor:

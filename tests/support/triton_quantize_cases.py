@@ -6,14 +6,6 @@ import torch
 
 from kv_cache.entries import quantize as quantize_rows
 from models.kernels import quantize, triton_int4, triton_quantize
-from models.kernels.quantize import (
-    FEWEST_CUDA_ROWS,
-    Int4Linear,
-    Int8Linear,
-    dequantize,
-    int4_kernels,
-    triton_kernels,
-)
 from models.kernels.triton_int4 import MOST_ROWS
 from models.kernels.triton_quantize import OUTPUTS, plan_products, plan_rows, run
 from tests.support.fake_cuda_linear import cuda_linears
@@ -30,12 +22,12 @@ def test_rows_are_rounded_as_in_pytorch(dtype, n_row, n_in):
     x[0] = torch.arange(n_in) % 255 / 2 - 63.5
     x[-1, ::2] *= n_row > 5
     wanted, wanted_scales = quantize_rows(x, torch.int8)
-    rows, scales = run(plan_rows(x, FEWEST_CUDA_ROWS))
+    rows, scales = run(plan_rows(x, quantize.FEWEST_CUDA_ROWS))
     assert torch.equal(rows[:n_row], wanted) and torch.equal(scales, wanted_scales)
-    assert rows.shape == (max(n_row, FEWEST_CUDA_ROWS), n_in) and not rows[n_row:].any()
+    assert rows.shape == (max(n_row, quantize.FEWEST_CUDA_ROWS), n_in) and not rows[n_row:].any()
     for value in (float("nan"), float("inf"), float("-inf")):
         x[0, 3] = value
-        again, scales = run(plan_rows(x, FEWEST_CUDA_ROWS))
+        again, scales = run(plan_rows(x, quantize.FEWEST_CUDA_ROWS))
         assert not scales[0].isfinite() and torch.equal(scales[1:], wanted_scales[1:])
         assert torch.equal(again[1:], rows[1:])
 
@@ -46,9 +38,9 @@ def test_rows_are_rounded_as_in_pytorch(dtype, n_row, n_in):
 def test_layers_in_8_bits_are_those_of_pytorch(monkeypatch, dtype, with_bias, n_row, d_out):
     x, weight = (torch.randn(n, 192, generator=GENERATOR) for n in (n_row, d_out))
     bias = torch.randn(d_out, generator=GENERATOR).to(dtype) if with_bias else None
-    assert triton_kernels("cpu") is triton_quantize
+    assert quantize.triton_kernels("cpu") is triton_quantize
     with cuda_linears(monkeypatch):
-        layer, planned = Int8Linear(weight, bias), []
+        layer, planned = quantize.Int8Linear(weight, bias), []
         monkeypatch.setattr(triton_quantize, "run", lambda given: planned.append(given) or run(given))
         got = layer(x.to(dtype))
         assert len(planned) == 2
@@ -62,13 +54,13 @@ def test_layers_in_4_bits_are_those_of_pytorch(monkeypatch, n_row, d_in):
     call leaves a counter for the second. The interpreter multiplies float32 alone."""
     weight, bias = torch.randn(128, d_in, generator=GENERATOR), torch.randn(128, generator=GENERATOR)
     x, planned = torch.randn(n_row, d_in, generator=GENERATOR), []
-    assert int4_kernels("cpu") is triton_int4
+    assert quantize.int4_kernels("cpu") is triton_int4
     with cuda_linears(monkeypatch):
-        layer = Int4Linear(weight, bias)
+        layer = quantize.Int4Linear(weight, bias)
     monkeypatch.setattr(quantize, "INT4_DTYPE", torch.float32)
     monkeypatch.setattr(quantize, "run", lambda given: planned.append(given[0].kernel) or run(given))
     kernel = triton_int4.multiply if n_row <= MOST_ROWS else triton_int4.write_weights
-    wanted = x @ dequantize(layer.weight, layer.grids, d_in).float().T + bias
+    wanted = x @ quantize.dequantize(layer.weight, layer.grids, d_in).float().T + bias
     for _ in range(2):
         assert (layer(x) - wanted).norm() < 1e-2 * wanted.norm()  # `dequantize` rounds weights to bfloat16
     assert planned == [kernel] * 2
@@ -77,11 +69,35 @@ def test_layers_in_4_bits_are_those_of_pytorch(monkeypatch, n_row, d_in):
 def test_kernels_that_compute_otherwise_are_not_used(monkeypatch, capsys):
     plan_product, plan_weights = triton_int4.plan_product, triton_int4.plan_weights
     for module, kernels, name, wrong, said in (
-        (triton_quantize, triton_kernels, "plan_rows", lambda x, fewest: plan_rows(x * 1.1, fewest), "[True, False"),
-        (triton_quantize, triton_kernels, "plan_products", lambda sums, *by: plan_products(sums + 9, *by), "False]"),
-        (triton_quantize, triton_kernels, "run", lambda planned: 1 / 0, "ZeroDivisionError"),
-        (triton_int4, int4_kernels, "plan_weights", lambda w, grids, n: plan_weights(w, grids + 1, n), "weights False"),
-        (triton_int4, int4_kernels, "plan_product", lambda x, *by: plan_product(x.roll(32, 1), *by), "weights True"),
+        (
+            triton_quantize,
+            quantize.triton_kernels,
+            "plan_rows",
+            lambda x, fewest: plan_rows(x * 1.1, fewest),
+            "[True, False",
+        ),
+        (
+            triton_quantize,
+            quantize.triton_kernels,
+            "plan_products",
+            lambda sums, *by: plan_products(sums + 9, *by),
+            "False]",
+        ),
+        (triton_quantize, quantize.triton_kernels, "run", lambda planned: 1 / 0, "ZeroDivisionError"),
+        (
+            triton_int4,
+            quantize.int4_kernels,
+            "plan_weights",
+            lambda w, grids, n: plan_weights(w, grids + 1, n),
+            "weights False",
+        ),
+        (
+            triton_int4,
+            quantize.int4_kernels,
+            "plan_product",
+            lambda x, *by: plan_product(x.roll(32, 1), *by),
+            "weights True",
+        ),
     ):
         kernels.cache_clear()
         assert kernels("cpu") is module

@@ -62,16 +62,6 @@ def test_a_table_of_models_and_their_quantised_forms(latency) -> None:
     assert table[2][2:] == ["self", *read, "0.5", "0.5", "0.0", "2000.0", "2.00", "1.000"]
 
 
-@pytest.mark.parametrize("length,budget", [("--length 81", 40), ("--draft_budget 80", 80)])
-def test_the_drafts_cache_evicts_entries_by_default(latency, length: str, budget: int) -> None:
-    """It holds half of a prompt, unless that is too little for a round, or a budget is given; so what is drafted
-    differs from the target's tokens, which a draft with all entries never does."""
-    ended = latency(f"--nb_prompts 3 --draft_dtype same {length}")
-    assert ended.record["rows"][1]["draft_budget"] == budget
-    assert (ended.record["rows"][1]["acceptance_rate"] < 1) == (budget < 80)
-    assert (f"keeps {budget} entries" in ended.err) == (budget < 80)
-
-
 def test_both_ways_take_turns_and_the_first_prompts_only_warm_up(
     latency, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,11 +97,3 @@ def test_percentiles_are_of_prompts_and_tokens_per_second_of_all() -> None:
     assert row["ms_per_token"] == pytest.approx([10, *range(1, 10), 100])
     assert (row["median_ms"], row["p90_ms"], row["spread_ms"]) == pytest.approx((6, 10, 8))
     assert row["tokens_per_second"] == pytest.approx(22 / (0.002 * 155))
-
-
-def test_every_row_waits_for_a_round() -> None:
-    """Three rows, one of which ends early: each of the others has 4 tokens after 3 ms."""
-    row = figures([decoded((0.001, 3, 6), (0.002, 2, 4))])
-    assert row["median_ms"] == pytest.approx((3 * 1 + 2 * 2) / 10) and row["tokens_per_second"] == pytest.approx(
-        10 / 0.003
-    )

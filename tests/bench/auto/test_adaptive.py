@@ -3,7 +3,6 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,13 +61,6 @@ def test_the_choice_is_that_of_the_true_acceptance(alpha, measured):
     assert speedup > 0.96 * best
 
 
-def test_more_tokens_are_drafted_where_a_verification_costs_a_plain_step():
-    """As with attention in tiles, whose query rows are free up to 16."""
-    choices = [simulate([costs(100, 12, verify)], lambda n: [0.8], 300)[0] for verify in ((125, 250), (101, 105))]
-    linear, free = (median(choice.gamma for choice in chosen[150:]) for chosen in choices)
-    assert linear <= 3 < free
-
-
 def test_the_controller_comes_near_an_oracle_where_acceptance_changes_and_no_fixed_gamma_does():
     """The oracle knows the acceptance rate of each stretch of a text; a score is its ms per token over the rule's."""
     controller, rng, stretches = adaptive({8: [CHEAP]}), random.Random(0), [(200, 0.95), (200, 0.2), (200, 0.75)]
@@ -121,27 +113,6 @@ def test_a_drafter_that_missed_rounds_has_to_pay_for_catching_up():
 
     assert rounds_without(copies, (115, 190)) == [5, 5] and rounds_without(runs, (115, 190)) == [11, 11]
     assert rounds_without(copies, (120, 300)) == [7, 7] and rounds_without(runs, (120, 300)) == [300, 300]
-
-
-def test_the_first_choice_is_that_of_the_acceptance_seen_while_costs_were_measured():
-    """The best gamma of the best drafter, or a plain round."""
-    for alpha in (0.6, 0.9):
-        best = max(GAMMAS[1:], key=lambda gamma, alpha=alpha: CHEAP.speedup(tokens_per_round(alpha, gamma), gamma))
-        assert abs(adaptive({8: [replace(CHEAP, acceptance=AcceptanceRate(alpha, 400))]}).choose(8).gamma - best) <= 1
-    assert adaptive({8: [replace(CHEAP, acceptance=AcceptanceRate(0.1, 400))]}).choose(8) == PLAIN
-    dear, cheap = (costs(100, ms, (115, 160), AcceptanceRate(alpha, 400)) for ms, alpha in ((60, 0.95), (15, 0.85)))
-    assert adaptive({8: [dear, cheap]}).choose(8).drafter == 1
-
-
-@pytest.mark.parametrize("alphas,wanted", [((0.9, 0.85), 1), ((0.95, 0.3), 0), ((0.6, 0.58), 1)])
-def test_the_best_of_several_budgets_is_found_and_found_again(alphas, wanted):
-    """A large one that is accepted more against a small one that costs less, without anything measured before; then
-    nothing but the large one's acceptance changes.
-    """
-    each = [costs(100, 20, (110, 150)), costs(100, 10, (110, 150))]
-    choices, _ = simulate(each, lambda n: alphas if n < 200 else (0.97, alphas[1]), 600)
-    assert [choice.drafter for choice in choices[150:200]].count(wanted) > 40
-    assert [choice.drafter for choice in choices[-100:]].count(0) > 75
 
 
 @pytest.mark.parametrize("drafting", [{"draft_ms": 40}, {"draft_ms": 0, "fixed_ms": 300}])

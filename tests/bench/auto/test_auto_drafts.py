@@ -1,16 +1,13 @@
-"""`--gamma auto` among unlike drafts: a head, self-speculation and drafts from text."""
+"""`auto` among unlike drafts, budgets and policies: what was chosen, and why."""
 
-import random
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from bench.auto.adaptive import Adaptive
-from bench.auto.costs import Costs, tokens_per_round
-from bench.auto.measure import FEWEST_TIMED, UNTIMED_ROUNDS, costs_of
+from bench.auto.costs import Costs
+from bench.auto.measure import FEWEST_TIMED, UNTIMED_ROUNDS, costs_of, measure_costs
 from bench.config import RunConfig, Sizes, Target
 from bench.draft_flags import DraftFlags
 from bench.memory import memory_plan
@@ -24,7 +21,6 @@ from engine.drafters.ngram import NGramConfig
 from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.speculated import Hierarchical
 from engine.drafters.suffix import Suffix, SuffixConfig
-from engine.stats import AcceptanceRate
 from kv_cache.streaming import Streaming
 from tests.support.published_heads import eagle_config, eagle_tensors, save_head
 from tests.support.serving_cases import PLAIN as SERVED_PLAIN
@@ -84,22 +80,6 @@ def test_a_plan_has_room_for_every_draft_and_rounds_for_each(checkpoint: Path, h
     assert kept is not None and len(kept.by_rows[2]) == 3
 
 
-def test_a_draft_with_a_small_cache_bounds_only_its_own_rounds(checkpoint: Path) -> None:
-    session = Session.open(
-        RunConfig(
-            Target(str(checkpoint), device="cpu", dtype="float64"),
-            sizes=Sizes(B=2, gen_len=8),
-            draft=SelfConfig(gamma="auto", policy=Streaming(6, n_sink=1)),
-            auto_drafts=(SuffixConfig(gamma="auto"),),
-        ),
-        [[1] * 40, [2] * 31],
-    )
-    few, many = session.drafters()
-    assert few.gamma < many.gamma == session.plan.gamma == 6
-    costs = costs_of(session, [few, many])
-    assert costs is not None and [cost.at[-1] for cost in costs.by_rows[2]] == [few.gamma, 6]
-
-
 def test_costs_are_of_rounds_in_which_the_model_runs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guesses from a text that repeats would leave it out."""
     draft = Hybrid(gamma="auto", draft=SelfConfig(), texts=(SuffixConfig(),), text_match=1)
@@ -111,16 +91,6 @@ def test_costs_are_of_rounds_in_which_the_model_runs(checkpoint: Path, monkeypat
     monkeypatch.setattr(drafter.model, "propose", lambda *given: n_drafted.append(given[2]) or propose(*given))
     costs = costs_of(session, [drafter])
     assert costs is not None and n_drafted == [1, 3, 6] * (UNTIMED_ROUNDS + FEWEST_TIMED)
-
-
-def test_a_record_names_the_draft_of_every_round(call):
-    flags = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64 --draft_budget 40"
-    ended = call("tests/selfspec_benchmark.py", f"{flags} --gamma auto --auto_drafts suffix ngram")
-    record = ended.record
-    assert record["auto_drafts"] == ["suffix", "ngram"] and record["identical_sequences"] == 2
-    assert [cost["draft"] for cost in record["measured_costs"]] == ["self", "suffix", "ngram"]
-    assert {choice["draft"] for choice in record["choices"]} <= {None, "self", "suffix", "ngram"}
-    assert all((choice["draft"] is None) == (choice["gamma"] == 0) for choice in record["choices"])
 
 
 def test_a_server_chooses_among_drafts(tmp_path: Path) -> None:
@@ -139,42 +109,72 @@ def test_a_server_chooses_among_drafts(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-CATCH_UP_MS = 1.6
-
-
-def simulate(each: list[Costs], alphas: list[float], seed: int, n_tokens: int = 256) -> float:
-    """Return the ms of a token of a row in a decode, with the true price of catching up."""
-    rng = random.Random(seed)
-    drafters = [SimpleNamespace(is_written_through=i == 1, skips_model=None) for i in range(len(each))]
-    names = [(str(i), "") for i in range(len(each))]
-    seen = [replace(one, acceptance=AcceptanceRate(alpha, 12)) for one, alpha in zip(each, alphas, strict=True)]
-    controller = Adaptive(drafters, {1000: {1: seen}}, range(7), names)  # type: ignore[arg-type]
-    ms, n, last = 0.0, 0, None
-    while n < n_tokens:
-        choice = controller.choose(1)
-        i, accepted = choice.drafter, 0
-        while i is not None and accepted < choice.gamma and rng.random() < alphas[i]:
-            accepted += 1
-        controller.observe(choice, [accepted])
-        ms += each[0].plain_ms if i is None else each[i].round_ms(choice.gamma) + CATCH_UP_MS * (i != last)
-        n, last = n + 1 + accepted, i
-    return ms / n
-
-
-@pytest.mark.parametrize("alphas", [[0.62, 0.7, 0.1], [0.3, 0.99, 0.2], [0.2, 0.6, 0.9], [0.05, 0.3, 0.02]])
-def test_the_best_of_unlike_drafts_is_found_at_once(alphas):
-    """A decode of 256 tokens by drafts that cost as a head, a self-draft and a text: on average within 3%
-    of the best of them and plain decoding, whose acceptance is not known beforehand."""
-    at, verify = (3, 6), (15.4, 16.3)
-    each = [Costs(14.0, at, verify, draft_ms, 0.3, resume_ms=CATCH_UP_MS) for draft_ms in (1.2, 7.5, 0.05)]
-    pairs = [(cost, alpha, gamma) for cost, alpha in zip(each, alphas, strict=True) for gamma in range(1, 7)]
-    best = min(14.0, *(cost.round_ms(gamma) / tokens_per_round(alpha, gamma) for cost, alpha, gamma in pairs))
-    assert mean(simulate(each, alphas, seed) for seed in range(40)) < 1.03 * best
-
-
 def test_a_cache_without_room_for_a_draft_is_refused_beside_other_drafts(checkpoint: Path) -> None:
     draft = SelfConfig(gamma="auto", policy=Streaming(5, n_sink=4))
     config = RunConfig(Target(str(checkpoint), device="cpu"), sizes=Sizes(B=1, gen_len=8), draft=draft)
     assert not resolve(config, [[1] * 40]).chooses
     with pytest.raises(ConfigError, match="--draft_budget"):
         resolve(replace(config, auto_drafts=(SuffixConfig(gamma="auto"),)), [[1] * 40])
+
+
+SELFSPEC = "tests/selfspec_benchmark.py"
+SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64"
+
+
+@pytest.fixture
+def drafting_pays(monkeypatch: pytest.MonkeyPatch):
+    """Whatever is measured, the smallest budget drafts for nothing, and a verification costs what a step does."""
+
+    def cheap(*args: Any, **kwargs: Any) -> dict[int, list[Costs]]:
+        (n_rows, measured), *_ = measure_costs(*args, **kwargs).items()
+        n_gammas = len(measured[0].at)
+        cheapest = replace(measured[-1], plain_ms=100.0, verify_ms=(100.0,) * n_gammas, draft_ms=0.1, other_ms=0.0)
+        return {n_rows: [*(replace(cheapest, draft_ms=90.0) for _ in measured[1:]), cheapest]}
+
+    monkeypatch.setattr("bench.auto.measure.measure_costs", cheap)
+
+
+def drafting(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The choices of rounds that drafted."""
+    return [choice for choice in record["choices"] if choice["gamma"]]
+
+
+@pytest.mark.parametrize("flags", ["--gamma auto", "--gamma auto --draft_policy snapkv --snapkv_window 12"])
+def test_gamma_auto_says_what_it_chose_and_why(call, drafting_pays, flags):
+    record = call(SELFSPEC, f"{SIZES} --draft_budget 40 {flags} --benchmark").record
+    assert record["gamma"] == "auto" and record["identical_sequences"] == 2
+    assert sum(choice["rounds"] for choice in record["choices"]) >= 5
+    assert all(0 <= choice["gamma"] <= 6 for choice in record["choices"])
+    assert drafting(record) and all(choice["draft_budget"] == 40 for choice in drafting(record))
+    (costs,) = record["measured_costs"]
+    assert record["measured_costs_seconds"] > 0
+    assert (costs["rows"], costs["gammas"]) == (2, [1, 3, 6]) and costs["plain_ms"] > 0
+    assert costs["draft_budget"] == 40 and 0 <= costs["accepted_share"] <= 1 and costs["verified"] > 0
+
+
+def test_the_budget_is_chosen_among_those_that_leave_something_out(call, drafting_pays):
+    """Budgets 64, 128, ... count only below the prompt's length, or the smallest: a prompt of 60 leaves 64."""
+    record = call(SELFSPEC, f"{SIZES} --draft_budget auto --gamma 2").record
+    assert record["draft_budget"] == "auto" and record["gamma"] == 2 and record["identical_sequences"] == 2
+    assert {choice["draft_budget"] for choice in drafting(record)} == {64}
+    assert len(record["measured_costs"]) == 1
+    longer = "--B 2 --prefix_len 150 --gen_len 40 --device cpu --dtype float64"
+    record = call(SELFSPEC, f"{longer} --draft_budget auto --gamma auto").record
+    assert {choice["draft_budget"] for choice in drafting(record)} == {64}  # 128 would cost too much
+    assert [costs["draft_budget"] for costs in record["measured_costs"]] == [128, 64]
+    assert record["identical_sequences"] == 2
+
+
+def test_the_policy_is_chosen_too_and_choosing_entries_is_counted(call, drafting_pays):
+    """Every policy is measured with each budget that a prompt of 150 leaves; here the last costs nothing."""
+    longer = "--B 2 --prefix_len 150 --gen_len 40 --device cpu --dtype float64 --draft_policy auto --refresh 2"
+    names = ["streaming", "retrieval", "snapkv", "verify_topk"]
+    for flags, budgets in (("--draft_budget 50", [50]), ("--draft_budget auto --gamma auto", [128, 64])):
+        seen = call(SELFSPEC, f"{longer} --snapkv_window 12 {flags}")
+        record = seen.record
+        assert (record["draft_policy"], record["identical_sequences"]) == ("auto", 2)
+        assert record["draft_budget"] == (50 if budgets == [50] else "auto")
+        costs = [(one["draft_budget"], one["draft_policy"]) for one in record["measured_costs"]]
+        assert costs == [(budget, name) for budget in budgets for name in names]
+        assert {(one["draft_policy"], one["draft_budget"]) for one in drafting(record)} == {(names[-1], budgets[-1])}
+        assert "x verify_topk, " in seen.out

@@ -8,14 +8,6 @@ import pytest
 
 from bench.auto import measure
 from bench.auto.costs import Costs
-from bench.auto.measure import (
-    FEWEST_TIMED,
-    MEASURING_SECONDS,
-    MOST_TIMED,
-    CostProfiler,
-    costs_of_rounds,
-    measure_costs,
-)
 from common.errors import UserError
 from engine import ModelRunner, SelfSpeculation, StandaloneDraft, generate
 from engine.controller import PLAIN
@@ -23,7 +15,6 @@ from engine.controller import RoundChoice as Choice
 from engine.decoding import Decoder
 from engine.drafters.oracle import Oracle
 from engine.stats import AcceptanceRate, RoundStats
-from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
 from models.llama import Transformer
 from tests.support.controllers import Clock
 from tests.support.tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
@@ -62,8 +53,8 @@ def test_costs_and_acceptance_are_those_of_each_drafter(runner, max_new_tokens):
     prompts, other = random_prompts([30, 30]), tiny_model(seed=5)
     own = SelfSpeculation(runner, full_cache(runner.model, 2), gamma=4)
     foreign = StandaloneDraft(ModelRunner(other, full_cache(other, 2)), gamma=4)
-    rounds = CostProfiler(runner, [own, foreign], prompts, gamma=4, max_new_tokens=max_new_tokens)
-    both = measure_costs(rounds, [1, 2, 4])[2]
+    rounds = measure.CostProfiler(runner, [own, foreign], prompts, gamma=4, max_new_tokens=max_new_tokens)
+    both = measure.measure_costs(rounds, [1, 2, 4])[2]
     assert [one.at for one in both] == [(1, 2, 4)] * 2
     assert all(min(one.plain_ms, one.draft_ms, *one.verify_ms) > 0 for one in both)
     assert both[0].verify_ms != both[1].verify_ms and both[0].plain_ms == both[1].plain_ms
@@ -79,7 +70,7 @@ def test_costs_cannot_be_measured_where_no_round_is_full(runner):
     drafters = [SelfSpeculation(runner, full_cache(runner.model, 2), gamma=4)]
     runner.model.tok_embeddings.weight[prompts[1][3]] = float("nan")
     with pytest.raises(UserError, match="not finite"):
-        measure_costs(CostProfiler(runner, drafters, prompts, gamma=2, max_new_tokens=9), [1, 2])
+        measure.measure_costs(measure.CostProfiler(runner, drafters, prompts, gamma=2, max_new_tokens=9), [1, 2])
 
 
 def test_a_row_that_ends_early_does_not_prolong_the_measurement(runner, decodes):
@@ -87,10 +78,10 @@ def test_a_row_that_ends_early_does_not_prolong_the_measurement(runner, decodes)
     prompts = random_prompts([30, 11])
     quick, slow = recomputed(runner.model, prompts, 30)
     drafter = Oracle(runner, {0: quick, 1: [(token + 1) % TINY.vocab_size for token in slow]}, gamma=4)
-    rounds = CostProfiler(runner, [drafter], prompts, gamma=4, max_new_tokens=20)
-    ((measured,),) = measure_costs(rounds, [2, 4], n_steps=0).values()
+    rounds = measure.CostProfiler(runner, [drafter], prompts, gamma=4, max_new_tokens=20)
+    ((measured,),) = measure.measure_costs(rounds, [2, 4], n_steps=0).values()
     assert len(decodes) > 1 and all(round_.busy == 2 for decode in decodes for round_ in decode)
-    assert sum(map(len, decodes)) == 3 * (1 + FEWEST_TIMED)
+    assert sum(map(len, decodes)) == 3 * (1 + measure.FEWEST_TIMED)
     # Of the quick row all positions of a block, of the slow one the first: 2 of 3 with gamma 2, 4 of 5 with 4.
     assert measured.acceptance is not None and measured.acceptance.value == pytest.approx((2 + 4) / (3 + 5))
 
@@ -114,7 +105,7 @@ def rehearsed(timed: dict[Choice, Any], rates: list[Any], refresh: list[int], si
 def test_a_draft_step_is_that_of_all_gammas_that_were_measured():
     rounds = {PLAIN: timed(0, 40), Choice(0, 1): timed(10), Choice(0, 3): timed(32, 70), Choice(1, 3): timed(12, 90)}
     rates = [AcceptanceRate(0.9, 20), AcceptanceRate(0.8, 20)]
-    first, second = costs_of_rounds(rehearsed(rounds, rates, [0, 0], [40, 20]), 0)
+    first, second = measure.costs_of_rounds(rehearsed(rounds, rates, [0, 0], [40, 20]), 0)
     assert (first.plain_ms, first.other_ms, first.draft_ms) == pytest.approx((42, 2, (10 + 32) / (1 + 3)))
     assert first.verify_ms == second.verify_ms == pytest.approx((50, 70)) and second.draft_ms == pytest.approx(12 / 3)
     assert [first.acceptance, second.acceptance] == rates
@@ -123,42 +114,15 @@ def test_a_draft_step_is_that_of_all_gammas_that_were_measured():
 def test_what_does_not_grow_with_gamma_is_no_draft_step():
     """A head that drafts in one forward costs nearly the same at every gamma."""
     rounds = {PLAIN: timed(0, 40), Choice(0, 1): timed(14), Choice(0, 3): timed(18, 70), Choice(1, 3): timed(5, 70)}
-    first, second = costs_of_rounds(rehearsed(rounds, [None] * 2, [0, 0], [40, 20]), 0)
+    first, second = measure.costs_of_rounds(rehearsed(rounds, [None] * 2, [0, 0], [40, 20]), 0)
     assert (first.draft_ms, first.fixed_ms, second.draft_ms) == pytest.approx((2, 12, 0))
     assert [first.round_ms(gamma) for gamma in (1, 2, 3)] == pytest.approx([66, 78, 90])
 
 
 def test_choosing_entries_anew_costs_every_round_its_share():
     rounds = {PLAIN: timed(0), Choice(0, 3): timed(30), Choice(1, 3): timed(30)}
-    first, second = costs_of_rounds(rehearsed(rounds, [None] * 2, [0, 3], [40, 40]), 0)
+    first, second = measure.costs_of_rounds(rehearsed(rounds, [None] * 2, [0, 3], [40, 40]), 0)
     assert second.round_ms(3) - first.round_ms(3) == pytest.approx(3)
-
-
-def test_choosing_that_had_no_time_costs_as_much_as_a_plain_step():
-    without = rehearsed(
-        {PLAIN: timed(0, 38), Choice(0, 3): timed(30), Choice(1, 3): timed(30)}, [None] * 2, [0, 4], [40, 40]
-    )
-    without.refreshes = [[], []]
-    assert [cost.refresh_ms for cost in costs_of_rounds(without, 0)] == pytest.approx([0, 10])
-
-
-@pytest.mark.parametrize("refresh", [2, 7])
-def test_choosing_entries_anew_is_timed_however_many_rows_decode(refresh, monkeypatch):
-    """Choosing may come less often than there are rounds of a kind. The clock moves 1 ms a look and 30 s a choice."""
-    model, clock = tiny_model(), Clock()
-    runner = ModelRunner(model, full_cache(model, 4))
-    cache = VerifyTopK(24, 8, refresh=refresh).new_cache(TINY, 4, 0, "cpu", runner.cache.keys.dtype)
-    drafters = [SelfSpeculation(runner, full_cache(model, 4), 3), SelfSpeculation(runner, cache, 3)]
-    choose = VerifyTopKCache.choose
-    monkeypatch.setattr(VerifyTopKCache, "choose", lambda *given: clock.wait(30) or choose(*given))
-    for module in ("engine.timing", "engine.decoding", "bench.auto.measure"):
-        monkeypatch.setattr(f"{module}.time", clock)
-    rounds = CostProfiler(runner, drafters, random_prompts([40, 30, 50, 45]), gamma=3, max_new_tokens=60)
-    monkeypatch.setattr("bench.auto.measure.MEASURING_SECONDS", 1e6)
-    found = measure_costs(rounds, [3])
-    assert [*found] == [4, 2]
-    for plain, chosen in found.values():
-        assert plain.refresh_ms == 0 and chosen.refresh_ms == pytest.approx(30e3 / refresh, rel=1e-3)
 
 
 GAMMAS = [*range(1, 7)]
@@ -168,8 +132,8 @@ def measured() -> dict[int, Sequence[Costs]]:
     """A measurement for a long decode, by two drafters of four rows."""
     runner = tiny_runner(4)
     drafters = [SelfSpeculation(runner, full_cache(runner.model, 4), gamma=6) for _ in range(2)]
-    rounds = CostProfiler(runner, drafters, random_prompts([30, 11, 20, 25]), gamma=6, max_new_tokens=30)
-    return measure_costs(rounds, GAMMAS)
+    rounds = measure.CostProfiler(runner, drafters, random_prompts([30, 11, 20, 25]), gamma=6, max_new_tokens=30)
+    return measure.measure_costs(rounds, GAMMAS)
 
 
 def kinds(decodes: list[Decode]) -> dict[tuple[int, Choice], int]:
@@ -186,7 +150,9 @@ def test_a_long_decode_is_measured_for_with_few_rows_too(decodes):
     assert [*found] == [4, 2] and all(costs.at == (1, 3, 6) for each in found.values() for costs in each)
     counted = kinds(decodes)
     assert {one for n_rows, one in counted if n_rows == 4} == {*FIRST}
-    assert all(counted[2, one] == 1 + FEWEST_TIMED and counted[4, one] <= 1 + MOST_TIMED for one in FIRST)
+    assert all(
+        counted[2, one] == 1 + measure.FEWEST_TIMED and counted[4, one] <= 1 + measure.MOST_TIMED for one in FIRST
+    )
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.4, 6.0])
@@ -199,6 +165,6 @@ def test_measuring_ends_in_time_however_slow_the_machine_is(seconds, decodes, mo
     began = clock.perf_counter()
     found = measured()
     rounds, took = sum(map(len, decodes)), clock.perf_counter() - began
-    assert took <= MEASURING_SECONDS + seconds + 0.1 or rounds == len(FIRST)
+    assert took <= measure.MEASURING_SECONDS + seconds + 0.1 or rounds == len(FIRST)
     assert all(cost.plain_ms >= 900 * seconds for each in found.values() for cost in each)
     assert len(found) == (2 if seconds < 0.1 else 1)

@@ -13,7 +13,7 @@ from engine.controller import RoundChoice as Choice
 from engine.drafters.ngram import NGram
 from kv_cache import StreamingKVCache
 from tests.support.block_heads import with_head
-from tests.support.controllers import Ending, Scripted
+from tests.support.controllers import Scripted
 from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
 from tests.support.tiny import TINY, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
@@ -71,27 +71,6 @@ def test_a_drafter_that_fell_behind_drafts_as_if_it_had_followed():
     script = [PLAIN, PLAIN, Choice(0, 3), PLAIN, PLAIN, PLAIN, PLAIN, Choice(1, 2), Choice(0, 1), Choice(1, 3)]
     out = generate(runner, prompts, max_new_tokens=60, controller=Scripted([perfect, shadow], script))
     assert out.stats.counts.verified > 40 and out.stats.counts.acceptance_rate == 1.0
-
-
-def test_a_controller_can_end_the_decode():
-    """Rows keep what they have, a prompt that waited has nothing, and the next decode is none the wiser."""
-    runner, prompts = two_rows(30, 11, 20)
-    (drafter, *_) = drafters_of(runner)
-    controller = Ending([drafter], [Choice(0, 2), PLAIN], 6)
-    out = generate(runner, prompts, max_new_tokens=60, controller=controller)
-    assert [round_.choice for round_ in out.stats.rounds] == [Choice(0, 2), PLAIN] * 3
-    assert out.finish_reasons == [None] * 3 and out.tokens[2] == []
-    lengths = [len(tokens) for tokens in out.tokens[:2]]
-    assert all(7 <= n <= 13 for n in lengths) and out.tokens[:2] == recomputed(runner.model, prompts[:2], lengths)
-    again = generate(runner, prompts, max_new_tokens=10, drafter=drafter)
-    assert again.tokens == recomputed(runner.model, prompts, 10)
-
-
-def test_a_controller_cannot_ask_for_more_than_its_drafter_has():
-    runner, prompts = two_rows(30, 11)
-    (drafter, *_) = drafters_of(runner)
-    with pytest.raises(ConfigError, match="more than its drafters can"):
-        generate(runner, prompts, max_new_tokens=9, controller=Scripted([drafter], [Choice(0, 5)]))
 
 
 def test_a_head_has_slots_for_the_rounds_of_other_drafters(monkeypatch):

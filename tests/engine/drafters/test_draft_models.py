@@ -101,17 +101,6 @@ def test_a_padded_vocabulary_costs_no_token(vocab_size, mode, temperature):
     assert max(proposed) < min(vocab_size, TINY.vocab_size)
 
 
-def test_a_draft_whose_logits_are_not_finite_costs_no_token():
-    target, prompts = tiny_model(), random_prompts(LENGTHS)
-    for mode, temperature in (("greedy", 0.0), ("coupled", 1.0)):
-        drafter = standalone(TINY, 4)
-        drafter._runner.model.norm.weight.data.fill_(torch.nan)
-        sampling = SamplingParams(temperature, seed=2)
-        runner = ModelRunner(target, full_cache(target, 4))
-        out = generate(runner, prompts, max_new_tokens=6, drafter=drafter, sampling=sampling, verification=mode)
-        assert out.tokens == recomputed(target, prompts, 6, sampling)
-
-
 # Of each row: how long its prompt is, and how many tokens of its text it is after; the third one is not.
 PROMPTS, LAGS = [17, 30, 9, 1], [9, 2, 0, 9]
 
@@ -153,19 +142,6 @@ def test_rows_that_lag_unlike_tokens_draft_as_if_they_had_followed(policy, chunk
         assert torch.equal(*drafts) and len(drafts[0].unique()) > 4
     else:
         assert [set(row.tolist()) for row in caches[0].positions] == [set(row.tolist()) for row in caches[1].positions]
-
-
-@pytest.mark.parametrize("chunk,forwards", [(512, [(1, 3), (2, 10)]), (5, [(1, 3), (2, 5), (2, 5)])])
-def test_rows_that_lack_as_many_tokens_catch_up_together(monkeypatch, chunk, forwards):
-    """In a single forward where these fit into a block. The last known token is run once more."""
-    prompts = [*PROMPTS[:3], 2]
-    drafter, blocks = followed("full", chunk, prompts), []
-    model = drafter._runner.model
-    run = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda tokens, *others: blocks.append(tokens.shape) or run(tokens, *others))
-    texts = [p + more for p, more in zip(random_prompts(prompts), random_prompts(LAGS, seed=9), strict=True)]
-    drafter.follow([RowUpdate(row, row, texts[row], prompts[row]) for row in (0, 1, 3)])
-    assert blocks == forwards
 
 
 @pytest.mark.parametrize("policy", POLICIES)

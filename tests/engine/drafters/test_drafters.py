@@ -7,13 +7,9 @@ import torch
 
 from common.errors import ConfigError
 from engine import ModelRunner, generate
-from engine.controller import PLAIN, RoundChoice
 from engine.drafters.ngram import NGram, find_ngram
 from engine.drafters.oracle import Oracle
-from kv_cache import FullKVCache
-from tests.support.controllers import Scripted
-from tests.support.tiny import full_cache, random_prompts, tiny_model
-from tests.support.witness import WitnessModel
+from tests.support.tiny import full_cache, tiny_model
 
 
 def look_up(text: list[int], gamma: int, max_ngram: int) -> list[int]:
@@ -45,29 +41,6 @@ def test_the_lookup_follows_its_rule_in_ragged_rows():
             assert row[at + 1 : at + 1 + n] == look_up(row, gamma, max_ngram)
             n_drafted.add(n)
     assert n_drafted == set(range(6))
-
-
-def test_ngram_remembers_what_was_accepted_and_forgets_what_was_not():
-    """Proposals are those of a lookup in the text that a row's request has so far, round after round."""
-    model, prompts = WitnessModel(), random_prompts([9, 3, 30, 12], 4)
-    runner = ModelRunner(model, FullKVCache(model.config, 3, 80, dtype=torch.int64))
-    drafter, seen = NGram(runner, 4), []
-    propose = drafter.propose
-
-    def watched(batch, *how):
-        drafts = propose(batch, *how)
-        rows = batch.idle, batch.requests, batch.lengths, drafts.lengths, drafts.tokens
-        seen.extend(zip(*(each.tolist() for each in rows), strict=True))
-        return drafts
-
-    drafter.propose = watched
-    # Two plain rounds, now and then.
-    controller = Scripted([drafter], [PLAIN, RoundChoice(0, 4), RoundChoice(0, 4), RoundChoice(0, 4), PLAIN])
-    out = generate(runner, prompts, max_new_tokens=[12, 60, 45, 10], controller=controller)
-    texts = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
-    for is_idle, request, length, n, tokens in seen:
-        assert is_idle or tokens[:n] == look_up(texts[request][: length + 1], 4, 3)
-    assert len({n for is_idle, *_, n, _ in seen if not is_idle}) > 2
 
 
 def test_a_drafter_of_another_runner_is_refused():

@@ -15,16 +15,8 @@ from engine.modes import verification_in
 from engine.sampling import noise
 from engine.sampling.distribution import Filters
 from kv_cache import StreamingKVCache
+from tests.support import tiny
 from tests.support.controllers import Scripted
-from tests.support.tiny import (
-    TINY,
-    continue_by_recomputing,
-    full_cache,
-    near_model,
-    random_prompts,
-    tiny_model,
-    tiny_runner,
-)
 
 LENGTHS = [40, 7, 23]
 SAMPLINGS = [SamplingParams(0.9, seed=4), SamplingParams(), SamplingParams(1.2, top_k=9, seed=5)]
@@ -32,13 +24,15 @@ SAMPLINGS = [SamplingParams(0.9, seed=4), SamplingParams(), SamplingParams(1.2, 
 
 def drafters(kind: str, gamma: int, inner_gamma: int, budget: int = 14):
     """A runner, a draft alone, and another of its kind that is speculated for."""
-    runner = tiny_runner(3)
-    alone, outer = (SelfSpeculation(runner, full_cache(runner.model, 3), gamma, near_model()) for _ in range(2))
-    own = StreamingKVCache(TINY, 3, budget, 2, dtype=torch.float64)
+    runner = tiny.tiny_runner(3)
+    alone, outer = (
+        SelfSpeculation(runner, tiny.full_cache(runner.model, 3), gamma, tiny.near_model()) for _ in range(2)
+    )
+    own = StreamingKVCache(tiny.TINY, 3, budget, 2, dtype=torch.float64)
     inner = {
         "ngram": lambda: NGram(runner, inner_gamma),
-        "streaming": lambda: SelfSpeculation(runner, own, inner_gamma, near_model()),
-        "model": lambda: StandaloneDraft(ModelRunner(near_model(), own), inner_gamma),
+        "streaming": lambda: SelfSpeculation(runner, own, inner_gamma, tiny.near_model()),
+        "model": lambda: StandaloneDraft(ModelRunner(tiny.near_model(), own), inner_gamma),
     }
     return runner, alone, Speculated(outer, inner[kind]())
 
@@ -50,7 +44,7 @@ def test_a_draft_of_a_draft_proposes_what_the_draft_alone_would(kind, mode, gamm
     """Each row proposes whole inner rounds where inner drafts stand, and at least a token an inner round."""
     runner, alone, both = drafters(kind, gamma, inner_gamma)
     samplings = SAMPLINGS if mode == "coupled" else [SamplingParams()] * 3
-    prompts = random_prompts(LENGTHS)
+    prompts = tiny.random_prompts(LENGTHS)
     for row, prompt in enumerate(prompts):
         runner.prefill(row, prompt)
         for drafter in (alone, both):
@@ -71,29 +65,14 @@ def test_a_draft_of_a_draft_proposes_what_the_draft_alone_would(kind, mode, gamm
     assert both.inner_counts().rounds == 0, "counted once"
 
 
-@pytest.mark.parametrize("kind", ["streaming", "model"])
-def test_a_decode_counts_both_levels(kind):
-    """Rows end, idle and are refilled: no inner draft of an idle row is counted."""
-    runner, alone, both = drafters(kind, gamma=4, inner_gamma=2)
-    prompts = random_prompts([40, 7, 23, 9, 31])
-    limits = [25, 9, 18, 30, 2]
-    how = {"max_new_tokens": limits, "sampling": SamplingParams(0.8, seed=2), "verification": "coupled"}
-    expected = generate(runner, prompts, **how)
-    out, one_level = (generate(runner, prompts, drafter=drafter, **how) for drafter in (both, alone))
-    inner = both.inner_counts()
-    assert out.tokens == one_level.tokens == expected.tokens
-    assert inner.emitted == out.stats.drafted and inner.accepted > 0
-    assert out.stats.accepted > 0.5 * one_level.stats.accepted
-
-
 @pytest.mark.parametrize("gamma,inner_gamma", [(5, 2), (4, 1), (6, 4)])
 def test_a_draft_model_drafts_behind_all_that_stands(gamma, inner_gamma):
     """The inner model drafts what it drafts of the row's text alone, whatever was accepted, and after plain rounds."""
-    model, small = tiny_model(), near_model()
-    runner = ModelRunner(model, full_cache(model, 2))
-    inner = StandaloneDraft(ModelRunner(small, full_cache(small, 2)), inner_gamma)
-    both = Speculated(SelfSpeculation(runner, full_cache(model, 2), gamma, near_model()), inner)
-    prompts, propose_inner, propose = random_prompts([40, 7, 23]), inner.propose, both.propose
+    model, small = tiny.tiny_model(), tiny.near_model()
+    runner = ModelRunner(model, tiny.full_cache(model, 2))
+    inner = StandaloneDraft(ModelRunner(small, tiny.full_cache(small, 2)), inner_gamma)
+    both = Speculated(SelfSpeculation(runner, tiny.full_cache(model, 2), gamma, tiny.near_model()), inner)
+    prompts, propose_inner, propose = tiny.random_prompts([40, 7, 23]), inner.propose, both.propose
     seen, texts = [], []
 
     def inner_round(ahead, *how):
@@ -118,7 +97,7 @@ def test_a_draft_model_drafts_behind_all_that_stands(gamma, inner_gamma):
     whole = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
     for request, length, ahead, current, tokens in texts:
         text = [*whole[request][: length + 1], *ahead]
-        assert text[-1] == current and tokens == continue_by_recomputing(small, text, inner_gamma)
+        assert text[-1] == current and tokens == tiny.continue_by_recomputing(small, text, inner_gamma)
     inner_counts = both.inner_counts()
     assert 0 < inner_counts.accepted < inner_counts.verified and len({len(ahead) for _, _, ahead, *_ in texts}) > 3
 
@@ -138,7 +117,7 @@ def test_no_random_number_is_drawn_by_both_levels(monkeypatch):
     runner, _, both = drafters("streaming", gamma=4, inner_gamma=2)
     sampling = [SamplingParams(0.8, seed=seed) for seed in (2, 3, 4)]
     how = {"max_new_tokens": [30, 19, 25], "request_ids": [11, 12, 13], "verification": "rejection"}
-    out = generate(runner, random_prompts(LENGTHS), drafter=both, sampling=sampling, **how)
+    out = generate(runner, tiny.random_prompts(LENGTHS), drafter=both, sampling=sampling, **how)
     assert 0 < out.stats.accepted < out.stats.drafted
     again = {key for key, times in drawn.items() if times > 1 and key[0] in how["request_ids"]}
     assert {(stream, n_ids) for _, _, stream, n_ids in again} <= {(noise.Stream.ACCEPT, 1)}

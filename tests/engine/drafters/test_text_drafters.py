@@ -17,20 +17,9 @@ from engine.drafters.markov import NGramTable
 from engine.drafters.suffix import Suffix, SuffixAutomaton
 from engine.modes import Greedy
 from kv_cache import FullKVCache, StreamingKVCache
+from tests.support import table_law as law
 from tests.support.controllers import Scripted
 from tests.support.drafters import counted
-from tests.support.table_law import (
-    N_NEW,
-    N_REQUESTS,
-    PLAIN,
-    PROMPTS,
-    ROOM,
-    STOP,
-    TARGET,
-    irregular_groups,
-    joint_p_value,
-    laws,
-)
 from tests.support.tiny import batch_at, full_cache, random_prompts, tiny_model, tiny_runner
 
 
@@ -110,18 +99,20 @@ def test_a_damaged_table_is_refused(damage: Callable[[bytes], bytes], tmp_path: 
 def test_what_was_kept_leaves_the_joint_law_as_it_is(kind: str):
     """Requests run twice in rejection mode: the second time, the drafter has all of their tokens, and a third time with
     other numbers; or it drafts by a text that no request drew."""
-    groups = irregular_groups(N_REQUESTS, 211, (PLAIN,))
-    runner = ModelRunner(TARGET, FullKVCache(TARGET.config, N_REQUESTS // 3, ROOM, dtype=TARGET.dtype))
-    drafter = Suffix(runner, 2, PROMPTS[1] * 4) if kind == "another text" else Suffix(runner, 2, keep_answers=999)
+    groups = law.irregular_groups(law.N_REQUESTS, 211, (law.PLAIN,))
+    runner = ModelRunner(
+        law.TARGET, FullKVCache(law.TARGET.config, law.N_REQUESTS // 3, law.ROOM, dtype=law.TARGET.dtype)
+    )
+    drafter = Suffix(runner, 2, law.PROMPTS[1] * 4) if kind == "another text" else Suffix(runner, 2, keep_answers=999)
     if kind == "combined":
-        cache = StreamingKVCache(TARGET.config, runner.max_batch, 4, 1, dtype=TARGET.dtype)
+        cache = StreamingKVCache(law.TARGET.config, runner.max_batch, 4, 1, dtype=law.TARGET.dtype)
         drafter = Combined(runner, SelfSpeculation(runner, cache, 2), [drafter], 3)
-    prompts = [PROMPTS[prompt] for prompt, _ in groups]
+    prompts = [law.PROMPTS[prompt] for prompt, _ in groups]
     for seed in (3, 3, 4) if kind != "another text" else (3,):
-        sampling = SamplingParams(PLAIN.temperature, seed=seed)
-        how = {"sampling": sampling, "verification": "rejection", "stop_tokens": [STOP]}
-        out = generate(runner, prompts, max_new_tokens=N_NEW, drafter=drafter, **how)
-        p_value, variation, by_chance = joint_p_value(groups, out.tokens, laws())
+        sampling = SamplingParams(law.PLAIN.temperature, seed=seed)
+        how = {"sampling": sampling, "verification": "rejection", "stop_tokens": [law.STOP]}
+        out = generate(runner, prompts, max_new_tokens=law.N_NEW, drafter=drafter, **how)
+        p_value, variation, by_chance = law.joint_p_value(groups, out.tokens, law.laws())
         assert p_value > 1e-4 and variation < 1.3 * by_chance
     assert out.stats.counts.acceptance_rate > 0.2
 

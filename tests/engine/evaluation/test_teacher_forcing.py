@@ -1,10 +1,6 @@
 """Acceptance on a given text, against a recomputation that knows no cache of the target's and no rounds in a batch."""
 
-import pytest
-
-from common.errors import UserError
 from engine import ModelRunner, StandaloneDraft
-from engine.drafters.ngram import NGram
 from engine.evaluation.teacher_forcing import forced_acceptance
 from tests.support.tiny import (
     continue_by_recomputing,
@@ -46,22 +42,3 @@ def test_another_models_drafts_are_verified_behind_the_books_tokens():
     wanted = expected(target, lambda text: continue_by_recomputing(draft, text, GAMMA))
     assert counted(runner, drafter) == wanted
     assert 0 < sum(accepted for _, accepted in wanted) < sum(verified for verified, _ in wanted)
-
-
-ALL_ROWS = "a prompt and a continuation are needed per row"
-
-
-@pytest.mark.parametrize(
-    "prompts,book,room,broken,message",
-    [
-        (PROMPTS, [row[: GAMMA + 1] for row in BOOK], 128, [], ALL_ROWS),
-        (PROMPTS, BOOK, 44, [], "exceeds the KV cache"),
-        (PROMPTS, BOOK, 128, [PROMPTS[1][4]], "not finite"),
-    ],
-)
-def test_what_has_no_acceptance_is_refused(prompts, book, room, broken, message):
-    target = tiny_model()
-    target.tok_embeddings.weight[broken] = float("nan")
-    runner = ModelRunner(target, full_cache(target, 3, max_len=room))
-    with pytest.raises(UserError, match=message):
-        forced_acceptance(runner, NGram(runner, GAMMA), prompts, book)

@@ -4,20 +4,16 @@ All exact: float64 on a CPU over gloo, a model whose heads, units and token ids 
 """
 
 import json
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bench.record import ratio
-from common.errors import RankError
 from engine.controller import PLAIN, RoundChoice
-from engine.parallel.ranks import Ranks
 from engine.stats import Counts, RoundStats, Stats
-from tests.support.on_ranks import run_benchmarks, run_with_a_bad_prompt
+from tests.support.on_ranks import run_benchmarks
 from tests.support.programs import benchmark
 from tests.support.rank_jobs import DRAFT, Models, forked, read_rows, results
 
@@ -105,17 +101,6 @@ def test_ranks_emit_what_one_process_emits(
         assert ", 2 x 2 ranks, " in ended.out and ": 2 rows at a time" in ended.out
 
 
-def test_a_prompt_that_fails_on_another_replica_ends_the_run_with_its_number(models: Models, tmp_path: Path) -> None:
-    """The second replica has prompts 2 to 4."""
-    arguments = models.arguments("baseline", "--num_prompts 5 --data_parallel 2 --save_rows rows")
-    ended = forked(2, tmp_path, run_with_a_bad_prompt, [["baseline", *arguments]], 1)
-    assert (ended.code, ended.out, ended.err.count("error")) == (2, "", 1) and "Traceback" not in ended.err, ended.err
-    assert re.search(r"seen: +row 2: logits at position 5 are NaN or infinite\n", ended.err), ended.err
-    rows = read_rows(tmp_path / "rows")
-    reasons = {row: kept["finish_reason"] for (_, row), kept in rows.items()}
-    assert reasons == {row: "error" if row == 2 else "length" for row in range(5)}
-
-
 def rounds(*each: tuple[float, int, int], choice: RoundChoice = PLAIN) -> tuple[RoundStats, ...]:
     return tuple(RoundStats(*one, choice) for one in each)
 
@@ -133,9 +118,3 @@ def test_stats_of_replicas_add_up() -> None:
     nothing = Stats((), ((),), 1.0)
     assert nothing.tokens_per_second is None and nothing.decode_seconds == 0
     assert Stats.joined([nothing, slow]).tokens_per_second == 5
-
-
-def test_ranks_that_disagree_are_named_by_their_numbers_among_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ranks, "all_gather_object", lambda self, value: [value, "other"])
-    with pytest.raises(RankError, match=r"on rank 2, other on rank 3\n(.*\n)+.*look at rank 3:"):
-        Ranks(0, 2, check=True, first=2).require_same(lambda: "a round", lambda: [torch.zeros(1)])

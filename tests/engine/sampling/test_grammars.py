@@ -19,12 +19,10 @@ from transformers import LlamaConfig
 from convert_hf_checkpoint import convert
 from engine import Decoder, ModelRunner, Request, SamplingParams
 from engine.drafters.ngram import NGram
-from engine.requests import Outcome, Progress
-from engine.sampling.grammars import Grammar, Grammars, call_grammar
+from engine.sampling.grammars import Grammar, Grammars
 from models import load_model
-from models.checkpoints.reasoning import CLOSE, OPEN, TAGS, ReasoningParser
+from models.checkpoints.reasoning import CLOSE, OPEN, TAGS
 from models.checkpoints.tokenizer import load_tokenizer
-from models.checkpoints.tool_calls import parse
 from tests.support.checkpoint_folders import ALPHABET, BOS, save_tokenizer
 from tests.support.drafters import Drafters
 from tests.support.hf_tiny import SHAPE, random_model
@@ -99,16 +97,6 @@ def grammars(tokenizer, model) -> Grammars:
     return Grammars(tokenizer, model.config.vocab_size, [END])
 
 
-class Outcomes(Progress):
-    """Keeps each round's accepted drafts."""
-
-    def __init__(self) -> None:
-        self.accepted: list[list[int]] = []
-
-    def decoded(self, request: Request, outcome: Outcome, n_kept: int) -> None:
-        self.accepted.append(outcome.block[:-1])
-
-
 DRAFTERS = ("streaming", "combined, standalone, full", "speculated, ngram")
 
 
@@ -154,31 +142,6 @@ def test_drafts_change_no_answer(mode, model, tokenizer, grammars):
         # Tokens that the grammar forces are drafted, whatever the drafter is.
         assert mode == "rejection" or all(ours < theirs for ours, theirs in (rounds[0], rounds[2])), kind
     assert mode != "coupled" or any(graph.replays for graph in graphs)
-
-
-@pytest.mark.parametrize("mode", ["coupled", "rejection"])
-def test_a_grammar_begins_after_reasoning_that_ends_among_drafts(mode, model, tokenizer, grammars):
-    """Reasoning has begun, or may begin. Its end is among accepted drafts, with tokens of the grammar after it."""
-    opening, closing = (tokenizer.pieces().index(tag) for tag in TAGS)
-    likely = ((opening, 8.0), (closing, 2.0))
-    texts: dict[str, list[list[int]]] = {}
-    for kind in ("none", "streaming"):
-        runner, ended = ModelRunner(model, full_cache(model, 3, 300)), Outcomes()
-        drafter = Drafters(runner, 4, Size(3, 300, n_kept=2, window=14, dtype=torch.float64))(kind)
-        ways = [replace(way, temperature=1.0, logit_bias=likely) for way in WAYS[:3]]
-        given = [*zip(PROMPTS, ways, [True, None, True], [JSON, JSON, PLATE], strict=False)]
-        requests = [
-            Request(tokenizer.encode(prompt), 200, [END], way, i, grammar=grammars.start(*spec, reasons))
-            for i, (prompt, way, reasons, spec) in enumerate(given)
-        ]
-        decode(Decoder(runner, drafter=drafter, verification=mode, progress=ended), *requests)
-        for request, (_, _, reasons, spec) in zip(requests, given, strict=True):
-            reasoning, answer = ReasoningParser(reasons).add(tokenizer.decode(request.tokens), is_last=True)
-            assert request.finish_reason == "stop" and closing in request.tokens, (reasoning, answer)
-            require(answer, spec)
-        assert kind == "none" or any(closing in accepted[:-1] for accepted in ended.accepted)
-        texts[kind] = [request.tokens for request in requests]
-    assert mode == "rejection" or texts["streaming"] == texts["none"]
 
 
 @pytest.mark.parametrize("is_control", [False, True])
@@ -310,26 +273,6 @@ def test_a_wrong_grammar_is_a_wrong_field(structured: Served):
     for route, body, names in given:
         answer = structured.ask(route, body)
         assert answer.status in (400, 422) and names in str(answer.json["error"]), body
-
-
-@pytest.mark.parametrize("kind", ["JSON", "tags in text", "tags that are tokens"])
-def test_a_required_call_is_one_that_the_parser_finds(tmp_path, kind):
-    save_tokenizer(tmp_path, VOCABULARY, MERGES, adds_bos=True)
-    add_tags(tmp_path, is_control=False, tags=("<tool_call>", "</tool_call>") if kind.endswith("tokens") else TAGS)
-    tokenizer, is_hermes, has_tokens = load_tokenizer(tmp_path), kind != "JSON", kind.endswith("tokens")
-    tools = {"weather": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}, "clock": {}}
-    lark, grammars = call_grammar(tools, is_hermes, has_tokens), Grammars(tokenizer, len(VOCABULARY) + 3, [END])
-
-    def follows(name: str, arguments: str) -> bool:
-        text = json.dumps({"name": name, "arguments" if is_hermes else "parameters": json.loads(arguments)})
-        text = f"<tool_call>\n{text}\n</tool_call>" if is_hermes else text
-        grammar = grammars.start("lark", lark)
-        grammar.advance([*tokenizer.encode_chat(text, control=True), END])
-        assert parse(text, tools) == ("", [{"name": name, "arguments": arguments}])
-        return not grammar.error
-
-    assert follows("weather", '{"n": 7}') and follows("clock", "{}")
-    assert not follows("weather", '{"n": "7"}') and not follows("weather", "{}")
 
 
 @pytest.mark.parametrize("is_hermes", [True, False])

@@ -1,4 +1,4 @@
-"""The distribution of the next token against a slow reference in plain Python, and the refusal of bad parameters."""
+"""The distribution of the next token against a slow reference, where edits exclude all ids, and bad parameters."""
 
 import math
 
@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.sampling.distribution import Distribution, SamplingParams, greedy, logits_to_probs
+from engine import Decoder, Request
+from engine.batch import Batch
+from engine.sampling.distribution import Distribution, Filters, SamplingParams, greedy, logits_to_probs
 from tests.support.filter_cases import FILTERS, kept_by_sorting, scaled_logits
+from tests.support.tiny import TINY, decode, tiny_runner
 
 PROPERTY = settings(deadline=None, derandomize=True, database=None, max_examples=150)
 # Halves are exact in every dtype, and few values make ties frequent.
@@ -171,3 +174,22 @@ def test_a_parameter_out_of_range_is_refused_by_name(field, values):
     for value in values:
         with pytest.raises(ConfigError, match=f"--{field}"):
             SamplingParams(**{field: value})
+
+
+def test_where_all_ids_are_excluded_tokens_are_still_drawn():
+    rules = SamplingParams(1.0, bad_words=[[id_] for id_ in range(9)], min_tokens=3, repetition_penalty=100.0)
+    batch = Batch(1, Filters.of([rules]), n_ids=9)
+    batch.set_state([0], [0], [0], [Request([1], 9, [2, 3], rules)])
+    for dtype in (torch.float32, torch.float64):
+        logits = batch.processed(torch.randn(1, 1, 9, dtype=dtype), torch.zeros(1, 0, dtype=torch.int64))
+        probs = Distribution.of([rules]).probs(logits)
+        assert float(probs.sum()) == pytest.approx(1) and float(probs[..., 2:4].sum()) == 0
+
+
+@pytest.mark.parametrize("rules", [{"logit_bias": {TINY.vocab_size: 1.0}}, {"bad_words": [[1, -1]]}])
+def test_ids_outside_the_vocabulary_are_refused(rules):
+    decoder = Decoder(tiny_runner(2))
+    with pytest.raises(ConfigError, match="outside the vocabulary"):
+        decoder.submit(Request([1, 2], 5, sampling=SamplingParams(**rules)))
+    decode(decoder, request := Request([1, 2], 5))
+    assert len(request.tokens) == 5

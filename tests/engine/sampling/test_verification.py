@@ -67,16 +67,15 @@ def test_the_emitted_law_is_exactly_p(family, has_probs, record_property):
 WAYS = [SamplingParams(1.0, seed=20240601), SamplingParams(1.0, seed=3 << 40), SamplingParams(0.7, 6, 0.99, seed=5)]
 
 
-@pytest.mark.parametrize("gamma", [1, 2])
 @pytest.mark.parametrize("params", WAYS, ids=lambda params: f"seed {params.seed}")
-def test_narrow_chi_square_with_the_engines_own_noise(gamma, params, record_property):
+def test_narrow_chi_square_with_the_engines_own_noise(params, record_property):
     """A draft of the target's law in reverse order is rejected about 70% of the time.
 
     That is where numbers shared between drafting, accepting and resampling bend the law most.
     """
-    n_rows, vocab = 200_000, 8
+    n_rows, vocab, gamma = 200_000, 8, 2
     ranks = torch.arange(vocab, dtype=torch.float64)
-    target_logits = math.log(0.65) * torch.stack([ranks, ranks.roll(3), ranks.flip(0)])[: gamma + 1]
+    target_logits = math.log(0.65) * torch.stack([ranks, ranks.roll(3), ranks.flip(0)])
     draft_logits = target_logits.flip(-1)
     batch = Batch(n_rows, Filters.of([params]))
     batch.set_rows([params] * n_rows, range(n_rows))
@@ -99,7 +98,7 @@ def test_narrow_chi_square_with_the_engines_own_noise(gamma, params, record_prop
     accepted_law = torch.minimum(p[0], q[0])[:, None] * p[1]
     law = torch.cat([(p[0] - q[0]).clamp(min=0), accepted_law.flatten()])
     both_p = chi_square_p_value(both.bincount(minlength=len(law)), law * n_rows)
-    name = f"narrow chi-square, gamma {gamma}, seed {params.seed}, {rate:.1%} rejected"
+    name = f"narrow chi-square, seed {params.seed}, {rate:.1%} rejected"
     record_property(f"p-value: {name}: first token", first_p)
     record_property(f"p-value: {name}: every outcome", both_p)
     assert first_p > 1e-4 and both_p > 1e-4

@@ -101,16 +101,6 @@ def test_a_chunk_that_ends_its_view_runs_on_flash(package):
     assert_runs_on_flash(make_case(24, 3, starts=(CAPACITY - 24,) * 2, block_ends_view=True), package)
 
 
-@with_each_package
-def test_an_idle_row_is_finite_and_leaves_the_others_alone(package):
-    """A row that was never admitted has all its queries at position 0."""
-    case = make_case(2, 3, starts=(0, 0, 0), capacity=2)
-    case.queries[1] = 0
-    out, wanted = case.run(make_backend(package)[0]), case.run(TorchAttention())
-    assert out.isfinite().all()
-    torch.testing.assert_close(out[[0, 2]], wanted[[0, 2]], rtol=1e-5, atol=2e-6)
-
-
 FALLBACKS = {
     "ring": (PACKAGES, make_case(4, 3, ring=True)),
     "int8": (PACKAGES, make_case(4, 3, storage=torch.int8)),

@@ -10,12 +10,9 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from common.errors import CheckpointError, ConfigError
-from convert_hf_checkpoint import convert
 from models.checkpoints.chat_template import ChatTemplate, load_chat_template
-from models.checkpoints.manifest import read_manifest
 from models.checkpoints.tokenizer import load_tokenizer
 from tests.support.checkpoint_folders import ALPHABET, BOS, save_tokenizer
-from tests.support.gguf_files import write_tiny_gguf
 
 TEXT = "It is a truth universally acknowledged, that 12 naïve men must be in want of a wife.\n\n  “Yes.”"
 
@@ -174,16 +171,6 @@ def test_control_tokens_in_a_message_are_plain_text(tmp_path: Path, said: str) -
     assert ours.tokenizer.decode(text) == f"system\nBe brief.\nuser\n{said}\nassistant\n"
 
 
-def test_a_sentencepiece_model_finds_its_control_tokens_in_the_text(tmp_path: Path) -> None:
-    write_sentencepiece(tmp_path, bos=True)
-    (tmp_path / "config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
-    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
-    tokenizer = load_tokenizer(tmp_path)
-    ids = load_chat_template(tmp_path, tokenizer).encode([{"role": "user", "content": "must </s> be"}])
-    assert (ids[0], ids[-1]) == (1, 2) and {1, 2}.isdisjoint(ids[1:-1])
-    assert tokenizer.decode(ids).replace(" ", "") == "must</s>be"
-
-
 def test_the_template_is_that_of_the_file_or_of_the_settings(tmp_path: Path) -> None:
     """A file next to the weights comes first; then the settings' template, or the default of their list."""
     chat(tmp_path, "")
@@ -216,16 +203,3 @@ def test_a_bad_template_is_refused_by_name(tmp_path: Path, template_file, settin
             (tmp_path / name).write_text(content)
     with pytest.raises((CheckpointError, ConfigError), match=said):
         load_chat_template(tmp_path, load_tokenizer(tmp_path)).render(QUESTION)
-
-
-@pytest.mark.parametrize("template_file", ["", LLAMA], ids=["alone", "beside another"])
-def test_a_ggufs_template_is_written_where_none_lies_beside_it(tmp_path: Path, template_file: str) -> None:
-    folder = tmp_path / "model"
-    write_tiny_gguf(folder, metadata={"tokenizer.chat_template": CHATML})
-    if template_file:
-        (folder / "chat_template.jinja").write_text(template_file)
-    for out in (tmp_path / "out", folder):
-        convert(folder, out)
-        assert (out / "chat_template.jinja").read_text() == (template_file or CHATML)
-        assert read_manifest(out)["files"]["chat_template.jinja"].get("generated", False) == (not template_file)
-        assert load_chat_template(out, load_tokenizer(out)).tokens["bos_token"] == "<|im_start|>"

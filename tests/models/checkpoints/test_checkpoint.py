@@ -1,9 +1,7 @@
 """Checkpoints: conversion from every Hugging Face format, layers dropped, and files that stay next to the weights."""
 
-import json
 import os
 import shutil
-from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 
@@ -21,12 +19,10 @@ from models.checkpoints.hf_config import config_from_hf
 from models.checkpoints.loading import drop_layers, expected_shapes, load_model, read_checkpoint
 from models.checkpoints.model_source import find_model
 from models.checkpoints.tokenizer import load_tokenizer
-from models.config import ModelConfig, RopeScaling
-from models.names import parse_layers
-from models.rope import inverse_frequencies
+from models.config import ModelConfig
 from tests.support.checkpoint_folders import HF_CONFIG, hf_weights, write_side_files, write_source, write_weights
 from tests.support.gguf_files import convert_tiny_gguf, write_tiny_gguf
-from tests.support.hf_tiny import SHAPE, llama3_rope, random_model, save_folder
+from tests.support.hf_tiny import SHAPE, random_model, save_folder
 
 UNTIED = HF_CONFIG | {"num_hidden_layers": 3, "tie_word_embeddings": False}
 CONFIG = config_from_hf(UNTIED)
@@ -109,11 +105,6 @@ def test_layers_without_rope_are_known_when_other_layers_are_dropped(tmp_path: P
     assert load_model(tmp_path / "some", layers=(0, 2)).config.unrotated_layers == (0,)
 
 
-@pytest.mark.parametrize("text, layers", [("1", [1]), ("3,7,13-15", [3, 7, 13, 14, 15]), (" 2 , 2-3", [2, 3])])
-def test_layers_are_read_from_lists_and_ranges(text: str, layers: list[int]) -> None:
-    assert parse_layers(text) == layers
-
-
 def test_only_the_same_conversion_is_reused(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = source / "model.pth"
     convert(source, source)
@@ -151,34 +142,6 @@ def test_a_replaced_gguf_brings_its_config_and_tokenizer(tmp_path: Path, how: st
     shutil.copyfile(fresh / "tiny.gguf", folder / ("other.gguf" if how == "under another name" else "tiny.gguf"))
     convert(folder, out)
     assert contents(out) == contents(fresh)
-
-
-def test_a_users_files_beside_a_gguf_are_used_and_kept(tmp_path: Path) -> None:
-    convert_tiny_gguf(tmp_path / "plain", pre="gpt-2")
-    folder = tmp_path / "beside"
-    beside = json.loads((tmp_path / "plain" / "config.json").read_text()) | llama3_rope(8.0)
-    config = config_from_hf(beside)
-    slowed = inverse_frequencies(replace(config, rope_scaling=None)) / inverse_frequencies(config)
-    factors = {"extra_tensor": "rope_freqs.weight", "extra_values": slowed.tolist()}
-    write_tiny_gguf(folder, pre="deepseek-coder", metadata={"llama.rope.freq_base": 500000.0}, **factors)
-    (folder / "config.json").write_text(json.dumps(beside))
-    shutil.copyfile(tmp_path / "plain" / "tokenizer.json", folder / "tokenizer.json")
-    before = {name: (folder / name).read_bytes() for name in ("config.json", "tokenizer.json")}
-    convert(folder, folder)
-    assert {name: (folder / name).read_bytes() for name in before} == before
-    assert read_checkpoint(folder)[0].rope_scaling == RopeScaling("llama3", 8.0, original_context=64)
-
-
-def test_an_edited_config_is_not_made_again_over_the_edit(tmp_path: Path) -> None:
-    convert_tiny_gguf(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(path.read_text().replace("50000.0", "60000.0"))
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        convert(tmp_path, tmp_path)
-    assert "60000.0" in path.read_text()
-    path.unlink()
-    convert(tmp_path, tmp_path, force=True)
-    assert "50000.0" in path.read_text()
 
 
 @pytest.mark.parametrize("there", ["model.safetensors", "tokenizer_config.json"])

@@ -61,16 +61,13 @@ def copy_tensor(folder: Path) -> None:
 
 SOURCE_DAMAGE: Damage = {
     "shard cut in its data": (lambda d: truncate(d / SHARD, 0.9), SHARD),
-    "shard is other content": (lambda d: (d / SHARD).write_bytes(b"<html>not found</html>" * 9), SHARD),
     "shard missing": (lambda d: (d / SHARD).unlink(), SHARD),
     "index points outside": (lambda d: edit(d / INDEX, "weight_map/extra", "../x.safetensors"), "index.json"),
     "a single file beside the index": (lambda d: shutil.copy(d / SHARD, d / "model.safetensors"), "model.safetensors"),
     "a tensor in two shards": (copy_tensor, SECOND),
     "a tensor in no shard": (lambda d: edit(d / INDEX, "weight_map/model.extra.weight", SECOND), SECOND),
     "config with more layers": (lambda d: edit(d / "config.json", "num_hidden_layers", 3), "model.layers.2"),
-    "config with fewer layers": (lambda d: edit(d / "config.json", "num_hidden_layers", 1), "model.layers.1"),
     "config is a list": (lambda d: (d / "config.json").write_bytes(b"[1, 2]"), "config.json"),
-    "config is no text": (lambda d: (d / "config.json").write_bytes(b"\xff\xfe"), "config.json"),
     "manifest garbled": (lambda d: (d / "manifest.json").write_text('{"files": {"a": 1}}'), "manifest.json"),
     "an adapter beside the weights": (lambda d: (d / "adapter_config.json").write_text("{}"), "adapter_config.json"),
     "no folder": (shutil.rmtree, "no such folder"),
@@ -151,7 +148,6 @@ def of_another_config(folder: Path) -> None:
 MODEL_DAMAGE: Damage = {
     "missing": (lambda d: (d / "model.pth").unlink(), r"model\.pth"),
     "cut": (lambda d: truncate(d / "model.pth", 0.7), r"model\.pth"),
-    "cut, no manifest": (lambda d: truncate(without_manifest(d), 0.7), r"model\.pth"),
     "tokenizer gone": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
     "another config beside it": (of_another_config, "rope_theta 500000.0"),
     "a tensor of another shape": (lambda d: rewrite(d, **{"norm.weight": torch.ones(15)}), r"norm.weight', \(15,\)"),

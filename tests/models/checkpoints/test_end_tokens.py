@@ -21,7 +21,6 @@ from engine.decoding import Decoder
 from kv_cache import FullKVCache
 from models import load_model
 from models.checkpoints.model_source import find_model
-from tests.support.gguf_files import STOPS, write_tiny_gguf
 from tests.support.hf_tiny import SHAPE, TOKENS, random_model, save_folder
 from tests.support.programs import run
 from tests.support.serving_cases import PLAIN, Alone, serving
@@ -107,18 +106,6 @@ def test_a_turn_ends_in_every_program(tmp_path: Path, source: str, monkeypatch: 
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(TEXTS)))
     assert run("foretoken.py chat", [str(folder), "--device", "cpu", "--gen_len", "4"]).code == 0
     assert [request.stop_tokens for request in requests] == [{OF_TEXT, OF_TURN}] * 2
-
-
-def test_files_without_further_end_tokens_change_nothing(tmp_path: Path) -> None:
-    """A file that names none leaves config.json's, and a GGUF's metadata counts without the file."""
-    folder = make_folder(tmp_path / "model", {"temperature": 0.6})
-    assert load_model(folder).config.eos_tokens == find_model(str(folder), "pth", None, "").end_tokens == (OF_TEXT,)
-    for name, text in (("plain", None), ("beside", '{"eos_token_id": [1, 2]}')):
-        write_tiny_gguf(tmp_path / name)
-        if text:
-            (tmp_path / name / "generation_config.json").write_text(text)
-        convert(tmp_path / name, tmp_path / name)
-        assert find_model(str(tmp_path / name), "pth", None, "").config.eos_tokens == ((1, 2) if text else STOPS)
 
 
 DAMAGED = ["{", "[]", '{"eos_token_id": "2"}', '{"eos_token_id": [3, 9999]}', '{"eos_token_id": true}']

@@ -1,4 +1,4 @@
-"""Calls of tools: found in texts of both formats however they come, and sent to OpenAI's client."""
+"""Calls of tools and reasoning: found in texts however they come, and sent to OpenAI's client."""
 
 import json
 from itertools import pairwise
@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from openai import OpenAI
 
 from models.checkpoints.chat_template import _compiled
-from models.checkpoints.tool_calls import ToolCallParser, parse
+from models.checkpoints.reasoning import ReasoningParser, reasons_after
+from models.checkpoints.tool_calls import ToolCallParser
 from tests.support.serving_cases import Alone, Served
 
 NAMES = ["get_weather", "search"]
@@ -137,37 +138,6 @@ def test_arguments_come_as_they_are_written(write):
     assert parser.parts == [] and "".join(came.values()) == parser.found[0]["arguments"]
 
 
-def test_a_call_that_is_cut_short_or_whose_name_comes_late_is_sent_as_far_as_it_is_known():
-    late = '{"arguments": {"query": "a"}, "name": "search"}'
-    for text, first, last in [
-        (hermes(*WEATHER).partition("Paris")[0], [("get_weather", '{"city": "')], []),
-        (llama(*SEARCH)[:-2] + ', "x": NaN}}', [("search", "")], []),
-        (
-            f"<tool_call>{late}</tool_call>{hermes(*WEATHER)}",
-            [],
-            [("search", '{"query": "a"}'), ("get_weather", PARIS)],
-        ),
-    ]:
-        parser = ToolCallParser(NAMES)
-        parser.add(text)
-        assert assembled(parser.parts) == first
-        parser.add("", is_last=True)
-        whole = [(name, x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)) for name, x in last]
-        assert assembled(parser.parts) == whole
-
-
-def test_text_before_a_mark_is_sent_at_once():
-    parser = ToolCallParser(NAMES)
-    pieces = {"I ": "I ", "<b>": "<b>", " <tool": " ", "s> <tool_call>{": "<tools> ", "}": ""}
-    assert [*map(parser.add, pieces)] == [*pieces.values()]
-
-
-def test_without_tools_nothing_is_a_call():
-    text = hermes(*WEATHER)
-    assert ToolCallParser().add(text) == text
-    assert parse(text, []) == (text, [])
-
-
 TOOLS = [{"type": "function", "function": {"name": name}} for name in NAMES]
 MESSAGES = [{"role": "user", "content": "hello"}]
 SHORT = [("get_weather", {"city": "Paris"}), ("search", {"query": "é"})]
@@ -235,27 +205,6 @@ def test_openais_client_gets_calls_and_answers_them(served: Served, saying):
     assert answer.usage.prompt_tokens == len(prompt)
 
 
-def test_openais_client_gets_arguments_as_they_come(served: Served, saying):
-    """Blocks of five tokens, in which calls begin and end; a chunk has one addition to one call at most."""
-    client = OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
-    how = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "temperature": 0, "max_tokens": 40}
-    saying(SAYS)
-    whole = client.chat.completions.create(**how).choices[0]
-    saying(SAYS)
-    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **how)]
-    deltas = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
-    assert all(len(chunk.delta.tool_calls or []) < 2 for chunk in chunks)
-    for index, call in enumerate(whole.message.tool_calls):
-        first, *others = [delta for delta in deltas if delta.index == index]
-        assert (first.type, first.function.name, first.function.arguments) == ("function", call.function.name, "")
-        assert first.id.startswith("call_") and len(others) > 1
-        assert all((delta.id, delta.type, delta.function.name) == (None, None, None) for delta in others)
-        assert "".join(delta.function.arguments for delta in others) == call.function.arguments
-    assert [delta.index for delta in deltas] == sorted(delta.index for delta in deltas)
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
-    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [whole.finish_reason]
-
-
 @pytest.mark.parametrize("body", [{}, {"tools": TOOLS, "tool_choice": "none"}])
 def test_calls_are_text_where_no_tool_may_be_called(served: Served, saying, body):
     saying(SAYS)
@@ -264,3 +213,28 @@ def test_calls_are_text_where_no_tool_may_be_called(served: Served, saying, body
     ).json
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": SAYS}
     assert answer["choices"][0]["finish_reason"] == "stop" and answer["usage"]["prompt_tokens"] == len("[user]hello")
+
+
+# The text, whether it begins within reasoning, its reasoning and its answer.
+CASES: list[tuple[str, bool | None, str, str]] = [
+    ("<think>\nwhy </thi\n</think>\n\nyes < no", None, "why </thi\n", "yes < no"),
+    ("\n<think>why</think>yes</think>", None, "why", "yes</think>"),
+    ("\nwhy</think>\n", True, "why", ""),
+    ("why </thin", True, "why </thin", ""),
+    ("<thinking> </think>", None, "", "<thinking> </think>"),
+    ("  <thi", None, "", "  <thi"),
+    ("<think>why</think>yes", False, "", "<think>why</think>yes"),
+]
+
+
+@pytest.mark.parametrize(("text", "is_open", "reasoning", "answer"), CASES)
+def test_the_pieces_of_a_text_do_not_matter(text, is_open, reasoning, answer):
+    for size in (1, 2, 5, 100):
+        parser, pieces = ReasoningParser(is_open), [text[i : i + size] for i in range(0, len(text), size)]
+        parts = [*map(parser.add, pieces[:-1]), parser.add(pieces[-1], is_last=True)]
+        assert ("".join(part for part, _ in parts), "".join(part for _, part in parts)) == (reasoning, answer)
+
+
+def test_a_prompt_opens_reasoning_or_closes_it_or_leaves_it_free():
+    assert reasons_after("[a]<think>\n") is True and reasons_after("[a]<think>\n\n</think>\n\n") is False
+    assert reasons_after("what is <think>?\n[a]") is None

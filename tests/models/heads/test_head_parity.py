@@ -19,31 +19,25 @@ from transformers import LlamaConfig, Qwen3Config
 
 from kv_cache import FullKVCache
 from models.heads.loading import find_head, published
-from tests.support.published_heads import (
-    EPS,
-    FFN,
-    HEAD_DIM,
-    N_HEAD,
-    N_KV_HEAD,
-    THETA,
-    dflash_config,
-    dflash_tensors,
-    random_tensors,
-    save_head,
-)
+from tests.support import published_heads as heads
 from tests.support.tiny import TINY, tiny_model
 
 DEEP = replace(TINY, n_layer=7)
 LENGTH, BLOCK, WINDOW, MASK = 20, 4, 5, DEEP.vocab_size - 1
 MIXED, SLIDING = ["sliding_attention", "full_attention"], ["sliding_attention", "sliding_attention"]
 LAYERS = {
-    **{"hidden_size": DEEP.dim, "intermediate_size": FFN, "num_attention_heads": N_HEAD, "head_dim": HEAD_DIM},
-    **{"num_key_value_heads": N_KV_HEAD, "vocab_size": DEEP.vocab_size, "rms_norm_eps": EPS},
+    **{
+        "hidden_size": DEEP.dim,
+        "intermediate_size": heads.FFN,
+        "num_attention_heads": heads.N_HEAD,
+        "head_dim": heads.HEAD_DIM,
+    },
+    **{"num_key_value_heads": heads.N_KV_HEAD, "vocab_size": DEEP.vocab_size, "rms_norm_eps": heads.EPS},
     **{"max_position_embeddings": 256, "num_hidden_layers": 1, "sliding_window": WINDOW, "use_sliding_window": False},
     **{"layer_types": None, "attention_bias": False, "mlp_bias": False},
-    "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+    "rope_parameters": {"rope_type": "default", "rope_theta": heads.THETA},
 }
-YARN = {"rope_type": "yarn", "rope_theta": THETA, "factor": 8.0, "original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", "rope_theta": heads.THETA, "factor": 8.0, "original_max_position_embeddings": 32}
 MODULES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel", "dflash": "DFlashDraftModel"}
 MODULES |= {"dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
 
@@ -75,7 +69,7 @@ def reference(folder: Path, kind: str, layers: type = Qwen3Config, **options: An
     config._attn_implementation = "eager"
     settings = {"draft_vocab_size": DEEP.vocab_size, "mask_token_id": MASK} | options
     model = module(module.config_class(transformer_layer_config=config, **settings))
-    tensors = random_tensors({name: tuple(x.shape) for name, x in model.named_parameters()})
+    tensors = heads.random_tensors({name: tuple(x.shape) for name, x in model.named_parameters()})
     if model.d2t is not None:
         ids = torch.arange(len(model.d2t)) * 2 + 1
         is_drafted = torch.zeros(DEEP.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
@@ -271,10 +265,10 @@ def authors_mask(
 @pytest.mark.parametrize("types", [None, MIXED])
 def test_dflash_of_its_authors(tmp_path, monkeypatch, types):
     """The authors' tensors in the layers of `speculators`, which has other windows."""
-    ids, tensors = [1, 2, 6], dflash_tensors(DEEP)
+    ids, tensors = [1, 2, 6], heads.dflash_tensors(DEEP)
     windows = {"layer_types": types, "sliding_window": WINDOW, "use_sliding_window": bool(types)}
-    config = dflash_config(DEEP, target_layer_ids=[i - 1 for i in ids], block_size=BLOCK, **windows)
-    save_head(tmp_path / "authors", tensors, config)
+    config = heads.dflash_config(DEEP, target_layer_ids=[i - 1 for i in ids], block_size=BLOCK, **windows)
+    heads.save_head(tmp_path / "authors", tensors, config)
     options = {"num_hidden_layers": 2, "layer_types": types, "block_size": BLOCK, "aux_hidden_state_layer_ids": ids}
     model = reference(tmp_path / "speculators", "dflash", **options)
     model.load_state_dict(tensors, strict=False)

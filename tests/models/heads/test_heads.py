@@ -25,12 +25,6 @@ from tests.support.tiny import TINY, tiny_model
 
 DEEP = replace(TINY, n_layer=7)
 FLOAT64 = {"device": "cpu", "dtype": torch.float64}
-# What `speculators` (test_head_parity.py) lacks: EAGLE-1, and an EAGLE-3 of its authors, with keys of its target.
-EAGLES = {
-    "EAGLE-1": (1, 1, {"bias": True}),
-    "EAGLE-1, no bias, two layers": (1, 2, {"attention_bias": True}),
-    "EAGLE-3": (3, 1, {"sliding_window": 3, "layer_types": ["sliding_attention"]}),
-}
 SHALLOW = replace(TINY, n_layer=4)  # EAGLE-3 would read its layer 2 twice
 
 
@@ -73,28 +67,24 @@ def test_a_medusa_head_equals_plain_code(tmp_path, file):
         assert published(heads).keys() == tensors.keys()
 
 
-@pytest.mark.parametrize("kind", EAGLES)
-def test_an_eagle_head_equals_plain_code(tmp_path, kind):
-    """The head runs in blocks over a cache, then step by step from predicted states, and at once without a cache."""
-    version, n_layer, options = EAGLES[kind]
-    tensors = eagle_tensors(DEEP, version, n_layer, **options)
-    path = save_head(tmp_path, tensors, eagle_config(DEEP, version, n_layer, **options))
+@pytest.mark.parametrize("n_layer,options", [(1, {"bias": True}), (2, {"attention_bias": True})])
+def test_an_eagle_1_head_equals_plain_code(tmp_path, n_layer, options):
+    """The head runs in blocks over a cache, then step by step from predicted states, and at once without a cache.
+    EAGLE-3 is compared with the modules of `speculators`."""
+    tensors = eagle_tensors(DEEP, 1, n_layer, **options)
+    path = save_head(tmp_path, tensors, eagle_config(DEEP, 1, n_layer, **options))
     head = find_head(path, "eagle", DEEP).load(**FLOAT64)
     head.borrow(target := tiny_model(DEEP))
     length, n_ahead = 21, 3  # longer than a block
     states = torch.randn(2, length, head.shape.state_dim, dtype=torch.float64)
     tokens = torch.randint(DEEP.vocab_size, (2, length + n_ahead))
-    positions = torch.arange(length + n_ahead).expand(2, -1)
-
-    expected, logits = [], []
+    positions, expected = torch.arange(length + n_ahead).expand(2, -1), []
     for given, row in zip(states, tokens.tolist(), strict=True):
-        plain = PlainEagle(tensors, version, n_layer)
-        out = [plain.step(plain.fused(state), token) for state, token in zip(given, row, strict=False)]
+        plain = PlainEagle(tensors, n_layer)
+        out = [plain.step(state, token) for state, token in zip(given, row, strict=False)]
         for token in row[length:]:
             out.append(plain.step(out[-1], token))
         expected.append(torch.stack(out))
-        logits.append(torch.stack([plain.logits(x) if version == 3 else target.logits(x) for x in out]))
-
     cache = FullKVCache(head.body.config, 2, 40, dtype=torch.float64)
     fused, ours = head.fused(states), []
     for start, end in ((0, 4), (4, length)):
@@ -102,11 +92,10 @@ def test_an_eagle_head_equals_plain_code(tmp_path, kind):
     for i in range(length, length + n_ahead):
         ours.append(head.advance(ours[-1][:, -1:], tokens[:, i : i + 1], positions[:, i : i + 1], cache))
     close(torch.cat(ours, dim=1), torch.stack(expected))
-    close(head.draft_logits(torch.cat(ours, dim=1)), torch.stack(logits))
+    close(head.draft_logits(torch.cat(ours, dim=1)), target.logits(torch.stack(expected)))
     alone = head.advance(fused, tokens[:, :length], positions[:, :length], NoCache(positions[:, :length]))
     close(alone, torch.stack(expected)[:, :length])
-    for name, x in published(head).items():
-        torch.testing.assert_close(x, tensors[name.replace("layers.0.", "midlayer.") if name not in tensors else name])
+    assert all(torch.equal(x, tensors[name].to(x)) for name, x in published(head).items())
 
 
 def test_a_head_borrows_from_the_target_what_it_lacks(tmp_path):
@@ -133,20 +122,16 @@ def layers(**options):
 
 P_EAGLE = {"speculators_model_type": "peagle"}
 BAD = {
-    "wrong hidden size": (1, DEEP, as_they_are, {"hidden_size": 48, "target_hidden_size": 48}, "hidden_size"),
     "wrong vocabulary": (3, replace(DEEP, vocab_size=60), as_they_are, {}, "vocab_size"),
     "a misshapen tensor": (3, DEEP, put("fc.weight", torch.zeros(32, 64)), {}, "fc.weight (32, 64)"),
     "NaN": (3, DEEP, put("norm.weight", torch.full((32,), float("nan"))), {}, "norm.weight"),
     "a shallow target": (3, SHALLOW, as_they_are, {}, "[2, 2, 1]"),
     "no such layers": (3, DEEP, as_they_are, {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}, "[1, 3, 8]"),
     "no map": (3, DEEP, drop("d2t"), {"draft_vocab_size": 20}, "d2t"),
-    "a missing tensor": (3, DEEP, drop("fc.weight"), {}, "fc.weight"),
     "an output layer of other ids": (3, DEEP, drop("lm_head.weight"), {"draft_vocab_size": 20}, "lm_head.weight"),
     "layers that are not causal": (3, DEEP, as_they_are, {"is_causal": False}, "is_causal"),
-    "layers of another family": (3, DEEP, as_they_are, layers(model_type="gemma3"), "gemma3"),
     "a window without a size": (3, DEEP, as_they_are, layers(layer_types=["sliding_attention"]), "sliding_window"),
     "P-EAGLE without its states": (3, DEEP, as_they_are, P_EAGLE | {"mask_token_id": 3}, "mask_hidden"),
-    "P-EAGLE with another token": (3, DEEP, as_they_are, P_EAGLE | {"mask_token_id": 61}, "61"),
 }
 
 
@@ -162,16 +147,12 @@ def test_eagle_heads_that_do_not_fit_are_refused(tmp_path, bad):
 
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}
 BAD_DFLASH = {
-    "convolutions": ({"dflash_config": {"mask_token_id": 3, "conv_kernel_size": 2}}, "conv_kernel_size"),
     "full layers that are causal": ({"is_causal": True}, "is_causal"),
     "windows that are not causal": (SLIDING | {"is_causal": False}, "is_causal"),
     "another depth": ({"num_target_layers": 8}, "num_target_layers"),
-    "the last layer": ({"target_layer_ids": [0, 2, 6]}, "[0, 2, 6]"),
     "layers out of order": ({"target_layer_ids": [2, 0, 4]}, "[2, 0, 4]"),
     "no mask": ({"mask_token_id": None}, "mask_token_id"),
-    "a mask beyond the vocabulary": ({"mask_token_id": 61}, "61"),
     "an option of the other layout": ({"sample_from_anchor": True}, "sample_from_anchor"),
-    "another kind": ({"speculators_model_type": "eagle3"}, "eagle3"),
 }
 
 
@@ -189,12 +170,10 @@ def test_dflash_heads_that_do_not_fit_are_refused(tmp_path, bad):
 
 DSPARK, DFLASH_2 = {"speculators_model_type": "dspark"}, {"speculators_model_type": "dflash2"}
 BAD_CHAINS = {
-    "an unknown bias": (DSPARK | {"markov_head_type": "lstm"}, "markov_head_type"),
     "a recurrent state from masks": (DSPARK | {"markov_head_type": "rnn", "sample_from_anchor": False}, "anchor"),
     "no bias": (DSPARK, "markov_head.markov_w1.weight"),
     "a part of the ids": (DFLASH_2 | {"draft_vocab_size": 20}, "draft_vocab_size"),
     "groups that do not divide": (DFLASH_2 | {"conv_group_size": 5}, "conv_group_size"),
-    "no convolutions": (DFLASH_2 | {"conv_group_size": 4}, "are missing"),
 }
 
 
@@ -233,12 +212,6 @@ def test_medusa_heads_that_do_not_fit_are_refused(tmp_path, damage, config, name
     with pytest.raises(UserError) as refused:
         find_head(path, "medusa", TINY)
     assert named in str(refused.value)
-
-
-def test_a_folder_without_a_head_is_told_from_none(tmp_path):
-    for path, what in ((tmp_path, "has no weights"), (tmp_path / "none", "no such head")):
-        with pytest.raises(UserError, match=what):
-            find_head(str(path), "eagle", DEEP)
 
 
 def test_a_head_of_the_other_kind_is_refused(tmp_path):

@@ -14,8 +14,7 @@ import torch
 from models.attention import check as attention_check
 from models.attention.select import refusal
 from models.kernels import build as cpp_build
-from models.kernels.check import Case, speedup
-from tests.support.controllers import Clock
+from models.kernels.check import Case
 from tests.support.machine import needs_bfloat16_products, needs_cpp_compiler, needs_vnni
 from tests.support.programs import run_here
 
@@ -123,38 +122,6 @@ def test_a_build_that_cannot_be_used_is_replaced_by_the_next_one(builds, monkeyp
     assert all(word in note for word in ("wrong: ", "refused: no permission", "the right build"))
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("built or checked twice"))
     cpp_build.load_library("pointwise")
-
-
-def test_kernels_that_multiply_bfloat16_are_built_for_amx_where_the_cpu_has_it(monkeypatch):
-    """A system that refuses tiles gets the next build, with the reason."""
-    monkeypatch.setattr(cpp_build, "_cpu", lambda: "flags : amx_tile")
-    monkeypatch.setattr(cpp_build, "build_library", lambda name, build: build)
-    verdicts = {"AMX": "the system does not permit AMX", "native": None}
-    monkeypatch.setattr(cpp_build, "check", lambda module, build: verdicts[build])
-    refused = ["AMX: the system does not permit AMX"]
-    assert cpp_build._first_good_build("attention") == cpp_build.BuildChoice("native", refused)
-    assert cpp_build._first_good_build("linear") == cpp_build.BuildChoice("native", refused)
-    assert cpp_build._first_good_build("pointwise") == cpp_build.BuildChoice("native", [])
-
-
-def test_builds_are_compared_by_their_time(monkeypatch):
-    clock = Clock(0.0)
-    monkeypatch.setattr("models.kernels.check.perf_counter", clock.perf_counter)
-    case = Case("", 0.0, lambda seconds: clock.wait(seconds) or (), ())
-    assert speedup([case], 3, 2) == 1.5
-
-
-def test_the_widened_build_is_used_if_it_is_right_and_clearly_faster(monkeypatch):
-    monkeypatch.setattr(cpp_build, "_cpu", lambda: "flags : avx512_bf16")
-    monkeypatch.setattr(cpp_build, "build_library", lambda name, build: build)
-    ends = {("native",): (None, ""), ("widened",): (None, "")}
-    monkeypatch.setattr(cpp_build, "_run_cases", lambda module, *candidates: ends[candidates])
-    for timed, build in (((None, "1.2"), "widened"), ((None, "1.05"), "native"), (("it crashes", ""), "native")):
-        ends["native", "widened"] = timed
-        assert cpp_build._first_good_build("attention").build == build
-    assert cpp_build._first_good_build("pointwise").build == "native", "it does not multiply bfloat16"
-    ends["native", "widened"], ends["widened",] = (None, "2.0"), ("wrong results", "")
-    assert cpp_build._first_good_build("attention") == cpp_build.BuildChoice("native", [])
 
 
 @pytest.mark.parametrize("stored", ["", '{"build": "na', "[]", "{}"])
