@@ -72,15 +72,28 @@ def auto_draft_weights(
     return scheme if fits and saves_time(scheme, tuple(linears), n_row, device) else None
 
 
-def model_bytes(config: ModelConfig, dtype: torch.dtype, quantize: str | None, device: str) -> int:
-    """Return the bytes of a model's weights; if repacked or quantised, a tied embedding is in memory twice."""
+def model_bytes(
+    config: ModelConfig, dtype: torch.dtype, quantize: str | None, device: str, published: Sequence[str] = ()
+) -> int:
+    """Return the bytes of a model's weights; if repacked or quantised, a tied embedding is in memory twice.
+
+    published: formats of the published weights (see `ModelSource.published`).
+    """
     head, linear = config.vocab_size * config.dim, config.n_layer * config.n_linear_weights_per_layer
     if quantize is None:
         repacked = head if config.tie_embeddings and can_pack(device, dtype) else 0
         repacked += head + linear if packs_twice(device, dtype) else 0
-        return (config.n_parameters + repacked) * dtype.itemsize
+        in_16_bits = linear + head if can_pack(device, dtype) and fits_16_bits(config, dtype, published) else 0
+        return (config.n_parameters + repacked) * dtype.itemsize - 2 * in_16_bits
     others = config.n_parameters - linear - (0 if config.tie_embeddings else head)
     return linear_bytes(linear, quantize) + linear_bytes(head, "int8") + others * dtype.itemsize
+
+
+def fits_16_bits(config: ModelConfig, dtype: torch.dtype, published: Sequence[str]) -> bool:
+    """Return whether a CPU keeps the linear layers of a float32 model in 16 bits: all were published in bfloat16."""
+    heads = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+    sizes = config.dim, config.ffn_dim, config.vocab_size, *heads
+    return dtype == torch.float32 and set(published) == {"bfloat16"} and linear_cpp.takes_shape(sizes)
 
 
 def resolve_device(name: str) -> str:

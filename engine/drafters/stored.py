@@ -137,4 +137,5 @@ def step_bytes(weights: Weights, group: Sequence[int], device: str) -> int:
 
 def weights_bytes(weights: Weights, group: Sequence[int], device: str) -> int:
     """Return the bytes of a model's weights on the rank with the largest shard."""
-    return model_bytes(largest_shard(weights.config, group), weights.dtype, weights.quantize, device)
+    config, published = largest_shard(weights.config, group), weights.source.published
+    return model_bytes(config, weights.dtype, weights.quantize, device, published)

@@ -34,8 +34,8 @@ struct AmxProducts : Words {
 
     // Multiplies words a [n_row, PLANES, N] with b [N, WIDTH], and calls `use(row, column, products)` with vectors of the
     // results. Sixteen rows are computed, also where fewer exist, so a row's bits do not depend on their number.
-    template <int N, int WIDTH, bool A_IS_WEIGHTS, typename Use>
-    static void multiply(const float* a, const float* b, int n_row, const Ahead& ahead, const Use& use) {
+    template <int N, int WIDTH, bool A_IS_WEIGHTS, typename Next, typename Use>
+    static void multiply(const float* a, const float* b, int n_row, Next ahead, const Use& use) {
         constexpr int COLUMNS = std::min(WIDTH / W, 4 / PLANES), DEPTH = std::min(N, 16), A = DEPTH == 16 ? 4 : 6, B = A + 1;
         constexpr int N_ASKED = (N * DEPTH * W - 1) / (N * PLANES * WIDTH) + 1;  // per product of tiles
         alignas(64) float sums[PLANES * COLUMNS][16][W];

@@ -9,22 +9,26 @@ constexpr int TILE = 2 * W;  // slots per tile
 
 // Prefetches a few lines of the next tile at a time into L2, during the arithmetic: prefetching all lines at once would
 // fill the queue of misses, and memory and arithmetic would take turns.
+// STEP: bytes per call.
+template <int STEP>
 struct Ahead {
-    const char* at;
-    int step;  // bytes per call
+    const char* at;  // null: nothing is prefetched
     void ask(int i) const {
-        for (int line = 0; line < step; line += 64) __builtin_prefetch(at + i * step + line, 0, 2);
+        for (int line = 0; line < STEP; line += 64) __builtin_prefetch(at + i * STEP + line, 0, 2);
     }
 };
 
 // Transposes a tile of n keys of n_word words to [N, TILE]. Words of missing keys, and after n_word, are 0.
-template <int N, typename Entry>
+template <int N, bool WHOLE = false, typename Entry>
 inline void transpose_keys(const Entry* keys, int64_t stride, int n, int n_word, float* to) {
+    if constexpr (!WHOLE)
+        if (n == TILE && n_word == N) return transpose_keys<N, true>(keys, stride, n, n_word, to);
     for (int block = 0; block < TILE; block += W)
         for (int d = 0; d < N; d += W) {
             vec r[W];
             for (int s = 0; s < W; ++s)
-                r[s] = block + s < n ? load_first(keys + (block + s) * stride + d, n_word - d) : vec{};
+                r[s] = WHOLE ? load(keys + (block + s) * stride + d)
+                             : block + s < n ? load_first(keys + (block + s) * stride + d, n_word - d) : vec{};
             exchange<W / 2>(r);
             for (int i = 0; i < W; ++i) store(to + (d + i) * TILE + block, r[i]);
         }
@@ -59,6 +63,11 @@ struct Float32Products {
     }
     template <int D, typename Entry>
     static void interleave(const Entry* values, int64_t stride, int n, int dim, float* to) {
+        if (n == TILE && dim == D) {
+            for (int s = 0; s < TILE; ++s)
+                for (int d = 0; d < D; d += W) store(to + s * D + d, load(values + s * stride + d));
+            return;
+        }
         for (int s = 0; s < n; ++s)
             for (int d = 0; d < D; d += W) store(to + s * D + d, load_first(values + s * stride + d, dim - d));
         std::memset(to + n * D, 0, (TILE - n) * D * sizeof(float));

@@ -37,9 +37,9 @@ struct Call {
 };
 
 // Computes scores of N query rows against a tile, as multiples of log2(e). q: words, by row and plane.
-template <int N, int D, typename P>
+template <int N, int D, typename P, typename Next>
 inline void tile_scores(const float* q, const float* keys_t, const float* steps, const int32_t* taken_off,
-                        const Ahead* ahead, float* scores) {
+                        Next ahead, float* scores) {
     constexpr int WORDS = D / P::PACK;
     typename P::Sum acc[N][2] = {};
 #pragma GCC unroll 2
@@ -51,7 +51,7 @@ inline void tile_scores(const float* q, const float* keys_t, const float* steps,
                 for (int half = 0; half < 2; ++half) acc[m][half] = (typename P::Sum)((ivec)acc[m][half] << P::KEY_SHIFT);
         for (int d = 0; d < WORDS; ++d) {
             const vec k0 = load(keys_t + d * TILE), k1 = load(keys_t + d * TILE + W);
-            if (ahead && !plane) ahead->ask(d);
+            if (ahead.at && !plane) ahead.ask(d);
 #pragma GCC unroll 8
             for (int m = 0; m < N; ++m) {
                 const float word = q[(m * P::PLANES + plane) * WORDS + d];
@@ -74,9 +74,9 @@ inline void tile_scores(const float* q, const float* keys_t, const float* steps,
 }
 
 // out += weights * values, for N query rows and 4 vectors of the head dimension at a time.
-template <int N, int D, typename P>
-inline void tile_values(const float* weights, const float* values, const float* steps, const Ahead* ahead, float* out) {
-    constexpr int V = D / W < 4 ? D / W : 4, WORDS = TILE / P::PACK;
+template <int N, int D, typename P, typename Next>
+inline void tile_values(const float* weights, const float* values, const float* steps, Next ahead, float* out) {
+    constexpr int V = 4 * N + 4 <= REGISTERS ? 4 : 2, WORDS = TILE / P::PACK;
     for (int at = 0; at < D; at += V * W) {
         typename P::Sum acc[N][V] = {};
         if constexpr (P::PLANES == 1) {
@@ -96,7 +96,7 @@ inline void tile_values(const float* weights, const float* values, const float* 
                 vec x[V];
 #pragma GCC unroll 4
                 for (int v = 0; v < V; ++v) x[v] = load(values + s * D + at + v * W);
-                if (ahead && !plane && !at) ahead->ask(s);
+                if (ahead.at && !plane && !at) ahead.ask(s);
 #pragma GCC unroll 8
                 for (int m = 0; m < N; ++m) {
                     const float word = weights[(m * P::PLANES + plane) * WORDS + s];
@@ -129,6 +129,8 @@ inline void in_passes(int row, int n_row, const Pass& pass) {
 // 8 bits, else null.
 template <int D, typename Entry, typename P>
 struct Stored {
+    typedef Ahead<TILE * P::PACK * sizeof(Entry)> NextKeys;
+    typedef Ahead<D * P::PACK * sizeof(Entry)> NextValues;
     const Entry *keys, *values;
     int dim;
     int64_t key_stride, value_stride;
@@ -163,43 +165,41 @@ struct Stored {
         for (int m = 0; m < n_row; ++m)
             for (int s = 0; s < TILE; s += W) store(weights + m * TILE + s, load(weights + m * TILE + s) * load(scales + s));
     }
-    void score_tile(int n_row, const Ahead* next, float* weights) {
+    void score_tile(int n_row, NextKeys next, float* weights) {
         if constexpr (P::IN_AMX) {
-            P::template multiply<D / P::PACK, TILE, false>(q, tile, n_row, *next, [&](int m, int at, vec x) {
+            P::template multiply<D / P::PACK, TILE, false>(q, tile, n_row, next, [&](int m, int at, vec x) {
                 store(weights + m * TILE + at, x * broadcast(steps[m]));
             });
         } else
             in_passes(0, n_row, [&](int m, auto size) {
-                tile_scores<size, D, P>(q + m * P::PLANES * D / P::PACK, tile, steps + m, taken_off + m, m ? nullptr : next,
+                tile_scores<size, D, P>(q + m * P::PLANES * D / P::PACK, tile, steps + m, taken_off + m, m ? NextKeys{} : next,
                                         weights + m * TILE);
             });
     }
-    void add_tile(const float* weights, int n_row, const Ahead* next, float* out) {
+    void add_tile(const float* weights, int n_row, NextValues next, float* out) {
         constexpr int WORDS = P::PLANES * TILE / P::PACK;
         for (int m = 0; m < n_row; ++m) weight_steps[m] = P::pack_weights(weights + m * TILE, weight_words + m * WORDS);
         if constexpr (P::IN_AMX) {
-            P::template multiply<TILE / P::PACK, D, true>(weight_words, tile, n_row, *next, [&](int m, int at, vec x) {
+            P::template multiply<TILE / P::PACK, D, true>(weight_words, tile, n_row, next, [&](int m, int at, vec x) {
                 store(out + m * D + at, load(out + m * D + at) + x * broadcast(weight_steps[m]));
             });
         } else
             in_passes(0, n_row, [&](int m, auto size) {
-                tile_values<size, D, P>(weight_words + m * WORDS, tile, weight_steps + m, m ? nullptr : next, out + m * D);
+                tile_values<size, D, P>(weight_words + m * WORDS, tile, weight_steps + m, m ? NextValues{} : next, out + m * D);
             });
     }
     // Computes the scores of all query rows against the n slots of a tile, to [n_row, TILE].
     void scores(int n_row, int64_t start, int n, float* weights) {
         const Entry* from = keys + start * key_stride;
         P::template transpose<D>(from, key_stride, n, dim, tile);
-        const Ahead next{(const char*)(from + TILE * key_stride), TILE * P::PACK * (int)sizeof(Entry)};
-        score_tile(n_row, &next, weights);
+        score_tile(n_row, {(const char*)(from + TILE * key_stride)}, weights);
         if (key_scales) multiply(key_scales, start, n, n_row, weights);
     }
     void add(float* weights, int n_row, int64_t start, int n, float* out) {
         const Entry* from = values + start * value_stride;
         if (value_scales) multiply(value_scales, start, n, n_row, weights);
         P::template interleave<D>(from, value_stride, n, dim, tile);
-        const Ahead next{(const char*)(from + TILE * value_stride), D * P::PACK * (int)sizeof(Entry)};
-        add_tile(weights, n_row, &next, out);
+        add_tile(weights, n_row, {(const char*)(from + TILE * value_stride)}, out);
     }
     void finish(int n_row, float* out) {
         if (P::PACK == 1) return;
@@ -231,10 +231,9 @@ struct In4Bits : Stored<D, float, Float32Products> {
           value_grid_part(at.value_grid_part) {}
 
     static void unpack(const uint8_t* codes, vec (&halves)[2]) {
-        ubvec bytes;
-        std::memcpy(&bytes, codes, sizeof bytes);
-        halves[0] = __builtin_convertvector(__builtin_convertvector(bytes & 15, ivec), vec);
-        halves[1] = __builtin_convertvector(__builtin_convertvector(bytes >> 4, ivec), vec);
+        const ivec both = widened(codes);
+        halves[0] = __builtin_convertvector(both & 15, vec);
+        halves[1] = __builtin_convertvector(both >> 4, vec);
     }
     void scores(int n_row, int64_t start, int n, float* weights) {
         vec halves[2];
@@ -250,7 +249,7 @@ struct In4Bits : Stored<D, float, Float32Products> {
                     store(tile + at * TILE + block, halves[half] * broadcast(step[at]) + broadcast(low[at]));
             }
         }
-        this->score_tile(n_row, nullptr, weights);
+        this->score_tile(n_row, {}, weights);
     }
     void add(const float* weights, int n_row, int64_t start, int n, float* out) {
         vec halves[2];
@@ -265,7 +264,7 @@ struct In4Bits : Stored<D, float, Float32Products> {
                     store(tile + s * D + at, halves[half] * broadcast(value_step[grid]) + broadcast(value_low[grid]));
                 }
             }
-        this->add_tile(weights, n_row, nullptr, out);
+        this->add_tile(weights, n_row, {}, out);
     }
 };
 

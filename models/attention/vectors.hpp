@@ -6,19 +6,20 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 namespace {
 
 #if defined(__AVX512F__) || defined(AMX)
-constexpr int W = 16, ROWS = 6;  // lanes of a vector; query rows per pass, whose accumulators fill the registers
+constexpr int W = 16, REGISTERS = 32;  // lanes of a vector; vectors that a core holds
 #elif defined(__AVX__)
-constexpr int W = 8, ROWS = 3;
+constexpr int W = 8, REGISTERS = 16;
 #else
-constexpr int W = 4, ROWS = 3;
+constexpr int W = 4, REGISTERS = 16;
 #endif
+constexpr int ROWS = 6;  // query rows per pass
 constexpr int64_t EMPTY = -1;  // the position of an empty slot; also a slot that does not exist
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
@@ -26,8 +27,6 @@ typedef float vec __attribute__((vector_size(4 * W)));
 typedef int32_t ivec __attribute__((vector_size(4 * W)));
 typedef uint32_t uvec __attribute__((vector_size(4 * W)));
 typedef uint16_t hvec __attribute__((vector_size(2 * W)));
-typedef int8_t bvec __attribute__((vector_size(W)));
-typedef uint8_t ubvec __attribute__((vector_size(W)));
 typedef float unaligned_vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 
 struct bfloat16 {
@@ -50,16 +49,23 @@ inline vec load(const bfloat16* p) {
     std::memcpy(&bits, p, sizeof bits);
     return (vec)(__builtin_convertvector(bits, uvec) << 16);
 }
-inline vec load(const int8_t* p) {
-    bvec bytes;
+// Loads W bytes as numbers of 32 bits. GCC 12 widens 8 bytes one by one.
+template <typename Byte>
+inline ivec widened(const Byte* p) {
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(AMX)
+    const __m128i bytes = _mm_loadl_epi64((const __m128i*)p);
+    return (ivec)(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+    typedef Byte Bytes __attribute__((vector_size(W)));
+    Bytes bytes;
     std::memcpy(&bytes, p, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, ivec), vec);
+    return __builtin_convertvector(bytes, ivec);
+#endif
 }
+inline vec load(const int8_t* p) { return __builtin_convertvector(widened(p), vec); }
 // Moves exponent and mantissa to their places in float32, also of subnormals; 2^120 corrects the bias (127, not 7).
 inline vec load(const float8* p) {
-    ubvec bytes;
-    std::memcpy(&bytes, p, sizeof bytes);
-    const uvec bits = __builtin_convertvector(bytes, uvec);
+    const uvec bits = (uvec)widened(&p->bits);
     return (vec)((bits & 0x80) << 24 | (bits & 0x7f) << 20) * broadcast(0x1p120f);
 }
 // Loads the first numbers, up to n of them; the others are 0.
@@ -114,7 +120,7 @@ inline vec exp2_of(vec x) {
 
 // In-place transpose of W vectors: at each of log2(W) steps, halves of pairs are exchanged.
 template <int S>
-inline void exchange(vec* r) {
+__attribute__((always_inline)) inline void exchange(vec* r) {
     ivec low, high;
     for (int lane = 0; lane < W; ++lane) {
         low[lane] = lane & S ? W + lane - S : lane;

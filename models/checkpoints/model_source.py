@@ -83,6 +83,8 @@ class ModelSource:
     @property
     def published(self) -> list[str]:
         """Names of the dtypes in which the matrices were published (`SourceTensor`); empty if that is unknown."""
+        if self.load_format == "dummy":
+            return ["bfloat16"]
         return list(files.read_manifest(_folder(self.path)).get("converted_from", {}).get("published", ()))
 
     def generation_config(self) -> dict[str, Any]:

@@ -123,3 +123,11 @@ inline Ints word_at(const void* p) {
     std::memcpy(&word, p, sizeof word);
     return spread(word);
 }
+
+// Two neighbouring inputs of a row in float32.
+struct Pair { Floats first, second; };
+inline Pair word_at(const float* p) { return {spread(p[0]), spread(p[1])}; }
+inline void add_products(Floats& sum, Ints weights, Pair x) {
+    sum = fused(lower_bfloat16(weights), x.first, sum);
+    sum = fused(upper_bfloat16(weights), x.second, sum);
+}

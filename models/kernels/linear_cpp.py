@@ -47,16 +47,23 @@ def runs() -> bool:
 
 
 def multiplies_best(weight: Tensor) -> bool:
-    """True if the kernel multiplies bfloat16 weights of this shape by instructions for bfloat16, and in tiles of AMX if
-    there are any."""
-    if not torch.cpu._is_avx512_bf16_supported() or not takes(weight):
+    """True if the kernel multiplies these weights, and no slower than oneDNN.
+
+    bfloat16: it needs instructions for bfloat16, and tiles of AMX if there are any. float32: 16 bits have to hold the
+    weights, as they do if these were published in bfloat16.
+    """
+    if not takes(weight):
+        return False
+    if weight.dtype == torch.float32:
+        return torch.equal(weight, weight.bfloat16().float())
+    if weight.dtype != torch.bfloat16 or not torch.cpu._is_avx512_bf16_supported():
         return False
     return not torch.cpu._is_amx_tile_supported() or choose("linear").build == "AMX"
 
 
 def pack_bfloat16(weight: Tensor) -> Tensor:
-    """Pack `[d_out, d_in]` bfloat16 for the kernel: blocks of outputs, in a block pairs of inputs."""
-    return weight.unflatten(1, (-1, 2)).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
+    """Round `[d_out, d_in]` to bfloat16, and pack it for the kernel: blocks of outputs, in a block pairs of inputs."""
+    return weight.bfloat16().unflatten(1, (-1, 2)).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
 
 
 def pack_int8(q: Tensor) -> Tensor:
@@ -87,7 +94,7 @@ def linear(
 ) -> Tensor:
     """Multiply `x [..., d_in]` by packed weights transposed, and add the bias, `[d_out]` float32, in the dtype of `x`.
 
-    16 bits: x is in bfloat16, and products are added in float32.
+    16 bits: products are added in float32.
     8 bits, with a `scale [d_out]` float32: each row of x is rounded to 8 bits; integers are added exactly.
     4 bits: each BLOCK of a row of x is rounded to 8 bits.
     function: another build's kernel, to check it.

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <type_traits>
 
 #if defined(__AVX2__) && defined(__FMA__)  // else the library has no function
 #include <immintrin.h>
@@ -80,13 +81,14 @@ struct Prefetch {
 template <int R, typename Sum, typename Value>
 __attribute__((always_inline)) inline void add_steps(Sum (&sums)[R][2], const char* weights, const Value* x, int64_t x_row,
                                                      int64_t n_in, Prefetch prefetch) {
-    for (int64_t i = 0; i < n_in; i += 4 / sizeof(Value), weights += 128) {
+    constexpr int STEP = std::is_same_v<Value, float> ? 2 : 4 / sizeof(Value);  // inputs of a word of weights
+    for (int64_t i = 0; i < n_in; i += STEP, weights += 128) {
         prefetch.step();
         const Ints w0 = load_words(weights), w1 = load_words(weights + 64);
         // Unrolled, here and below: an array that a variable indexes lies in memory, not in registers.
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-            const Ints word = word_at(x + r * x_row + i);
+            const auto word = word_at(x + r * x_row + i);
             add_products(sums[r][0], w0, word);
             add_products(sums[r][1], w1, word);
         }
@@ -109,8 +111,8 @@ struct Bfloat16Weights {
     static constexpr bool ROUNDS = false, IN_TILES = false;
     static int64_t block_bytes(int64_t n_in) { return n_in * OUTPUTS * 2; }
 
-    template <int R>
-    static void multiply(const Call<bfloat16>& call, const Rounded&, int64_t row, int64_t block, int piece, Prefetch prefetch) {
+    template <int R, typename Number>
+    static void multiply(const Call<Number>& call, const Rounded&, int64_t row, int64_t block, int piece, Prefetch prefetch) {
         Floats sums[R][2] = {};
         const char* weights = call.weights + block * block_bytes(call.n_in) + 4 * W * piece;
         add_steps(sums, weights, call.x + row * call.x_row, call.x_row, call.n_in, prefetch);
@@ -329,9 +331,9 @@ int multiply(int64_t storage, const Call<Number>& call, int n_thread) {
     if (storage == 8 && in_tiles) return multiply<InTiles<Int8Weights>>(call, n_thread), 0;
     if (storage == 8) return multiply<Int8Weights>(call, n_thread), 0;
     if (storage == 4) return multiply<Int4Weights>(call, n_thread), 0;
-    if constexpr (sizeof(Number) == 2)
-        if (storage == 16) return multiply<InTiles<Bfloat16Weights>>(call, n_thread), 0;
-    return 1;
+    if (storage != 16) return 1;
+    if constexpr (sizeof(Number) == 2) return multiply<InTiles<Bfloat16Weights>>(call, n_thread), 0;
+    else return multiply<Bfloat16Weights>(call, n_thread), 0;
 }
 
 }  // namespace
@@ -342,7 +344,7 @@ extern "C" const char* foretoken_refusal() { return amx::refusal(); }
 #endif
 
 // storage: bits of a weight, 16, 8 or 4; sizes: n_row, n_in (a multiple of 32), n_out (a multiple of 32), elements from
-// row to row of x. x and y are both bfloat16 or both float32, but bfloat16 for weights of 16 bits. Returns 0 on success.
+// row to row of x. x and y are both bfloat16 or both float32. Returns 0 on success.
 extern "C" int foretoken_linear(int64_t storage, int64_t is_bfloat16, int64_t n_row, int64_t n_in, int64_t n_out,
                                 int64_t x_row, const void* x, const void* weights, const float* scales,
                                 const float* bias, void* y, int n_thread) {

@@ -14,7 +14,8 @@ TYPICAL_ROWS = 32
 class PackedLinear(nn.Module):
     """`y = x W^T + b` for `weight [d_out, d_in]`, repacked. Equals nn.Linear up to rounding.
 
-    With both weights, chunks of prompts run in oneDNN, and fewer rows in the project's kernel.
+    Weights in float32 that 16 bits hold are stored in 16 bits, and multiplied in float32. With both weights, chunks of
+    prompts run in oneDNN, and fewer rows in the project's kernel.
     """
 
     kernel_weight: Tensor | None
@@ -24,7 +25,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         weight, self.d_out = weight.detach(), len(weight)
-        in_cpp = weight.dtype == torch.bfloat16 and linear_cpp.multiplies_best(weight)
+        in_cpp = linear_cpp.multiplies_best(weight)
         in_onednn = not in_cpp or packs_twice(weight.device, weight.dtype)
         reorder = torch.ops.mkldnn._reorder_linear_weight
         bias_dtype = torch.float32 if in_cpp else weight.dtype

@@ -82,6 +82,22 @@ def test_a_row_has_the_bits_that_it_has_alone(monkeypatch, new_layer, dtype, d_o
         assert not counts_that_differ(new_layer(weight, bias), x)
 
 
+@pytest.mark.skipif(not linear_cpp.runs(), reason="it needs the C++ kernel")
+def test_float32_layers_are_in_16_bits_where_these_hold_the_weights():
+    """Products are those of float32; a single weight of more bits keeps its layer in 32."""
+    generator = torch.Generator().manual_seed(2)
+    weight, x = (torch.randn(*shape, generator=generator) for shape in ((96, 64), (112, 64)))
+    for exact in True, False:
+        if exact:
+            weight = weight.bfloat16().float()
+        else:
+            weight[-1, -1] = 1 + 2**-20
+        layer, expected = PackedLinear(weight, weight[:, 0]), x.double() @ weight.double().T + weight[:, 0]
+        assert (layer.kernel_weight is not None) == exact == (layer.onednn_weight is None)
+        assert (layer(x) - expected).abs().max() < 1e-5
+        assert not counts_that_differ(layer, x)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_has_the_bits_that_it_has_alone_beside_tokens_of_its_experts(dtype):
     config = replace(CONFIG, n_layer=1, n_expert=32, n_expert_per_token=4)
