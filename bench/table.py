@@ -201,9 +201,9 @@ def attribution(record: dict[str, Any]) -> list[str]:
 
 def few_rounds(record: Mapping[str, Any]) -> list[str]:
     """Return a sentence if a speedup is of too few rounds to be trusted."""
-    n, more = record.get("steady_rounds", FEW_ROUNDS), "a longer --gen_len, or more --num_prompts"
+    n = record.get("steady_rounds", FEW_ROUNDS)
     is_few = record.get("speedup") is not None and n < FEW_ROUNDS
-    return [f"too few rounds with all rows busy for a speedup, {n}: use {more}"] if is_few else []
+    return [f"too few rounds with all rows busy for a speedup, {n}"] if is_few else []
 
 
 def notes(record: dict[str, Any], automatic: Sequence[str]) -> list[str]:
@@ -224,7 +224,7 @@ def notes(record: dict[str, Any], automatic: Sequence[str]) -> list[str]:
     if automatic and record["gamma"] and not any(choice["gamma"] for choice in choices):
         found.append("every round was a plain step, so the speedups are noise")
     elif few := few_rounds(record):
-        found += few
+        found += [f"{few[0]}: use a longer --gen_len"]
     elif record.get("sequences", 0) <= record.get("B", 0):
         lost = 1 - (ratio(record.get("wall_speedup"), record["speedup"]) or 1)
         if lost > MOST_LOST:

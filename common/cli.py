@@ -23,8 +23,8 @@ Config = TypeVar("Config")
 Main = Callable[[], None]
 # Flags are the names of fields, also of nested dataclasses; switches have no `--no_` form.
 MARKERS = (OmitArgPrefixes, FlagCreatePairsOff, DisallowNone)
-# Names that other programs have for choices and flags.
-SYNONYMS = {"--output": "--figures", "fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32"}
+# Names that other programs have for choices.
+SYNONYMS = {"fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32"}
 SYNONYMS |= {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 sys.excepthook = report_uncaught
@@ -96,6 +96,8 @@ def _refusal(prog: str, message: str, words: Sequence[str]) -> ConfigError:
         return _unreadable(prog, message)
     value, where, names = listed.groups()
     what = "a flag has no such value" if where else "there is no such subcommand"
+    if not (where or words):
+        what = "a subcommand is missing"
     value = value or next((word for word in words[:1] if word[:1] != "-"), "none")
     choices = sorted({*re.findall(r"[^', ]+", names)} - {"None"})
     likely = [*get_close_matches(SYNONYMS.get(value, value), choices, 1), "one of these"]
@@ -109,7 +111,9 @@ def _unknown(prog: str, seen: Sequence[str], known: Sequence[str]) -> ConfigErro
     if misplaced := [name for name in seen if name in known]:
         what, fix = "a flag of the subcommand stands before it", "begin with the subcommand"
         return ConfigError(what, prog, ", ".join(misplaced), "flags after the subcommand", fix)
-    near = [name for flag in seen for name in get_close_matches(SYNONYMS.get(flag, flag), known, 1)]
+    if switches := [flag for flag in seen if flag.startswith("--no_") and f"--{flag[5:]}" in known]:
+        return ConfigError("a switch has no such form", prog, switches[0], "the switch alone", "leave it out")
+    near = [name for flag in seen for name in get_close_matches(flag, known, 1)]
     fix = f"use {', '.join(near)}, or see --help" if near else "see --help"
     return ConfigError("there is no such flag", prog, ", ".join(seen), "flags of this program", fix)
 

@@ -47,7 +47,7 @@ class Decoder:
         prefill_tokens: the most tokens of a prompt that run between two rounds; None: all prompts that find a row.
         reuses: the text of an earlier request in its row that a prompt need not run again: "prefixes", all that both
             begin with; "prompts", a whole prompt; "nothing", so that the work for a prompt does not depend on earlier
-            ones (but kept answers draft by other texts).
+            ones (with `--keep_answers`, drafts still depend on other answers).
 
     `prefill_seconds` are spent outside of rounds; `draft_prefill_seconds` are the drafters' part of them. Errors:
     ConfigError for the mode.

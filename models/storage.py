@@ -1,5 +1,6 @@
 """How models are stored: the device, dtype and weight scheme that `auto` stands for, and the bytes of weights."""
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -7,6 +8,7 @@ import torch
 
 from common.errors import flag, refuse
 from common.process import local_rank, local_world_size, world_size
+from models.checkpoints.loading import expected_shapes
 from models.checkpoints.model_source import ModelSource
 from models.config import ModelConfig
 from models.kernels import linear_cpp
@@ -83,17 +85,20 @@ def model_bytes(
     if quantize is None:
         repacked = head if config.tie_embeddings and can_pack(device, dtype) else 0
         repacked += head + linear if packs_twice(device, dtype) else 0
-        in_16_bits = linear + head if can_pack(device, dtype) and fits_16_bits(config, dtype, published) else 0
+        in_16_bits = _n_halved(config, published) if dtype == torch.float32 and can_pack(device, dtype) else 0
         return (config.n_parameters + repacked) * dtype.itemsize - 2 * in_16_bits
     others = config.n_parameters - linear - (0 if config.tie_embeddings else head)
     return linear_bytes(linear, quantize) + linear_bytes(head, "int8") + others * dtype.itemsize
 
 
-def fits_16_bits(config: ModelConfig, dtype: torch.dtype, published: Sequence[str]) -> bool:
-    """Return whether a CPU keeps the linear layers of a float32 model in 16 bits: all were published in bfloat16."""
-    heads = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-    sizes = config.dim, config.ffn_dim, config.vocab_size, *heads
-    return dtype == torch.float32 and set(published) == {"bfloat16"} and linear_cpp.takes_shape(sizes)
+def _n_halved(config: ModelConfig, published: Sequence[str]) -> int:
+    """Return how many weights of a float32 model this CPU keeps in 16 bits: those of layers with suitable shapes, if it
+    was published in bfloat16."""
+    if set(published) != {"bfloat16"}:
+        return 0
+    shapes = expected_shapes(config) | {"output.weight": (config.vocab_size, config.dim)}
+    del shapes["tok_embeddings.weight"]
+    return sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2 and linear_cpp.halves(shape))
 
 
 def resolve_device(name: str) -> str:

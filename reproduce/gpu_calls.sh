@@ -9,9 +9,9 @@
 # 1 if a step failed. For a machine with Python 3.12 and no network: `pip install --no-deps wheels/*` there.
 
 set -u
+out=$(realpath -m "${2:?a call and a folder are needed}") failed=0
+case $1 in a | b | wheels) mkdir -p "$out" ;; esac
 cd "$(dirname "$0")/.."
-mkdir -p "${2:?a call and a folder are needed}"
-out=$(realpath "$2") failed=0
 
 step() {  # SECONDS NAME COMMAND...
     echo "$2: at most $1 s"

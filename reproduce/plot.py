@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 import bench
 from common import cli
@@ -48,6 +48,7 @@ MARKERS, PANEL_INCHES, LEGEND_INCHES = "osD^vP*X<>hd", (3.4, 2.7), 0.2
 FORMATS = ("pdf", "svg", "png")
 # An axis is broken if no value is below this share of the largest.
 BROKEN_ABOVE = 0.5
+FIGURES = str(ROOT / "reproduction" / "figures")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Flags:
     where: tuple[str, ...] = ()  # NAME=V1,V2: rows to draw; none stands for what a row lacks
     lines: tuple[str, ...] = ()  # settings that tell lines apart (default: all that vary); others count as repeats
     facet: str | None = None  # setting with a column of panels for each value
-    figures: str = str(ROOT / "reproduction" / "figures")  # folder for the figure, or a file such as figure.svg
+    figures: Annotated[str, arg(aliases=["--output"])] = FIGURES  # folder for the figure, or a file such as figure.svg
 
 
 class Point(NamedTuple):

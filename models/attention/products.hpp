@@ -8,8 +8,7 @@ namespace {
 constexpr int TILE = 2 * W;  // slots per tile
 
 // Prefetches a few lines of the next tile at a time into L2, during the arithmetic: prefetching all lines at once would
-// fill the queue of misses, and memory and arithmetic would take turns.
-// STEP: bytes per call.
+// fill the queue of misses, and memory and arithmetic would take turns. STEP: bytes per call.
 template <int STEP>
 struct Ahead {
     const char* at;  // null: nothing is prefetched

@@ -73,7 +73,7 @@ inline void tile_scores(const float* q, const float* keys_t, const float* steps,
         }
 }
 
-// out += weights * values, for N query rows and 4 vectors of the head dimension at a time.
+// out += weights * values, for N query rows and V vectors of the head dimension at a time, whose sums fit the registers.
 template <int N, int D, typename P, typename Next>
 inline void tile_values(const float* weights, const float* values, const float* steps, Next ahead, float* out) {
     constexpr int V = 4 * N + 4 <= REGISTERS ? 4 : 2, WORDS = TILE / P::PACK;

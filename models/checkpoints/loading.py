@@ -105,8 +105,8 @@ def _check_sources(path: Path) -> None:
 
 
 def _dummy_weights(config: ModelConfig, device: str | torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return norms of ones, and other weights normal with deviation 0.02, numbers of bfloat16 as most published weights
-    are, equal in each call."""
+    """Return norms of ones, and other weights normal with deviation 0.02 and rounded to bfloat16, like most published
+    weights; the same in each call."""
     generator = torch.Generator(device).manual_seed(0)
     weights = {name: torch.ones(shape, device=device, dtype=dtype) for name, shape in expected_shapes(config).items()}
     for name, tensor in weights.items():

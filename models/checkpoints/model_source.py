@@ -82,7 +82,8 @@ class ModelSource:
 
     @property
     def published(self) -> list[str]:
-        """Names of the dtypes in which the matrices were published (`SourceTensor`); empty if that is unknown."""
+        """Names of the dtypes in which the matrices were published (`SourceTensor`); empty if that is unknown. Random
+        weights are those of bfloat16."""
         if self.load_format == "dummy":
             return ["bfloat16"]
         return list(files.read_manifest(_folder(self.path)).get("converted_from", {}).get("published", ()))

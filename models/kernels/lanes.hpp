@@ -124,7 +124,7 @@ inline Ints word_at(const void* p) {
     return spread(word);
 }
 
-// Two neighbouring inputs of a row in float32.
+// Two inputs of a row in float32, to meet words of two bfloat16.
 struct Pair { Floats first, second; };
 inline Pair word_at(const float* p) { return {spread(p[0]), spread(p[1])}; }
 inline void add_products(Floats& sum, Ints weights, Pair x) {

@@ -47,23 +47,31 @@ def runs() -> bool:
 
 
 def multiplies_best(weight: Tensor) -> bool:
-    """True if the kernel multiplies these weights, and no slower than oneDNN.
-
-    bfloat16: it needs instructions for bfloat16, and tiles of AMX if there are any. float32: 16 bits have to hold the
-    weights, as they do if these were published in bfloat16.
-    """
-    if not takes(weight):
-        return False
-    if weight.dtype == torch.float32:
-        return torch.equal(weight, weight.bfloat16().float())
-    if weight.dtype != torch.bfloat16 or not torch.cpu._is_avx512_bf16_supported():
+    """True if the kernel multiplies bfloat16 weights of this shape by instructions for bfloat16, and in tiles of AMX if
+    there are any."""
+    if not torch.cpu._is_avx512_bf16_supported() or not takes(weight):
         return False
     return not torch.cpu._is_amx_tile_supported() or choose("linear").build == "AMX"
 
 
+def halves(shape: Sequence[int]) -> bool:
+    """True if weights of this shape in float32 are kept in 16 bits where these hold them.
+
+    With AVX-512, oneDNN has vectors twice as long, and the kernel was not timed against it.
+    """
+    return not torch.cpu._is_avx512_supported() and takes_shape(shape)
+
+
+def rounded_exactly(weight: Tensor) -> Tensor | None:
+    """Return float32 weights in bfloat16; None if that rounds any of them."""
+    rounded = weight.bfloat16()
+    pieces = zip(weight.split(1024), rounded.split(1024), strict=True)  # a whole copy in float32 would be large
+    return rounded if all(torch.equal(piece, half.float()) for piece, half in pieces) else None
+
+
 def pack_bfloat16(weight: Tensor) -> Tensor:
-    """Round `[d_out, d_in]` to bfloat16, and pack it for the kernel: blocks of outputs, in a block pairs of inputs."""
-    return weight.bfloat16().unflatten(1, (-1, 2)).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
+    """Pack `[d_out, d_in]` bfloat16 for the kernel: blocks of outputs, in a block pairs of inputs."""
+    return weight.unflatten(1, (-1, 2)).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
 
 
 def pack_int8(q: Tensor) -> Tensor:

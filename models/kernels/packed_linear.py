@@ -25,13 +25,15 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         weight, self.d_out = weight.detach(), len(weight)
-        in_cpp = linear_cpp.multiplies_best(weight)
+        in_16_bits = _in_16_bits(weight)
+        in_cpp = in_16_bits is not None
         in_onednn = not in_cpp or packs_twice(weight.device, weight.dtype)
         reorder = torch.ops.mkldnn._reorder_linear_weight
         bias_dtype = torch.float32 if in_cpp else weight.dtype
         bias = None if bias is None else bias.detach().to(bias_dtype, copy=True)
         onednn_weight = reorder(weight.contiguous(), TYPICAL_ROWS) if in_onednn else None
-        self.register_buffer("kernel_weight", linear_cpp.pack_bfloat16(weight) if in_cpp else None, persistent=False)
+        kernel_weight = None if in_16_bits is None else linear_cpp.pack_bfloat16(in_16_bits)
+        self.register_buffer("kernel_weight", kernel_weight, persistent=False)
         self.register_buffer("onednn_weight", onednn_weight, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
 
@@ -46,6 +48,13 @@ class PackedLinear(nn.Module):
         """Return `x W^T + b` for `x [N, d_in]` by oneDNN."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return torch.ops.mkldnn._linear_pointwise.default(x, self.onednn_weight, bias, "none", [], "")
+
+
+def _in_16_bits(weight: Tensor) -> Tensor | None:
+    """Return a weight in bfloat16 if the project's kernel is to multiply it, else None."""
+    if weight.dtype == torch.float32 and weight.device.type == "cpu" and linear_cpp.halves(weight.shape):
+        return linear_cpp.rounded_exactly(weight)
+    return weight if weight.dtype == torch.bfloat16 and linear_cpp.multiplies_best(weight) else None
 
 
 class PackedExperts(nn.Module):

@@ -47,8 +47,7 @@ def loaded_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_are_the_bytes_of_the_loaded_model(name: str, dtype: torch.dtype) -> None:
     planned, loaded = model_bytes(CONFIGS[name], dtype, None, "cpu", ["bfloat16"]), loaded_bytes(CONFIGS[name], dtype)
-    has_other_layers = dtype != torch.float32 or "wide" not in name  # of which some are stored in 16 bits, others not
-    assert planned == loaded or (planned > loaded and has_other_layers)
+    assert planned == loaded or (planned > loaded and dtype != torch.float32)
 
 
 @pytest.mark.parametrize("scheme", [pytest.param("int8", marks=needs_int8), "int4"])

@@ -105,9 +105,8 @@ CONFIGURATIONS = [
 
 @pytest.mark.parametrize("mode,kind,gamma,per_slot,ways,seed", CONFIGURATIONS)
 def test_sequences_have_the_targets_joint_law(mode, kind, gamma, per_slot, ways, seed, record_property):
-    n = (
-        max(law.N_REQUESTS, 700) if ":" in kind else law.N_REQUESTS
-    )  # what a schedule leaves out is found in more of them
+    # What a schedule leaves out is found in more requests.
+    n = max(law.N_REQUESTS, 700) if ":" in kind else law.N_REQUESTS
     groups = law.irregular_groups(n, seed, ways)
     out = sample(mode, kind, gamma, groups, n // per_slot, seed)
     p_value, variation, by_chance = law.joint_p_value(groups, out.tokens, law.laws())
