@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import data
+from bench.config import Rows, RunConfig, Sizes, Target
 from bench.data import SPEED_BENCH, Prompt, by_category, load_books, load_prompts, make_prompts, resolve_dataset
+from bench.plan import resolve
 from common.errors import ConfigError, DataError
 from models.checkpoints.model_source import ModelSource
 from tests.support.pg19 import parquet_of, write_pg19
@@ -225,3 +227,20 @@ def test_categories_are_chosen_and_cut() -> None:
     assert [(name, len(each)) for name, each in chosen.items()] == [("coding", 1), ("b", 2)]
     with pytest.raises(ConfigError, match=r"no such category[\s\S]*maths[\s\S]*b, math, coding"):
         by_category(prompts, ["b", "maths"])
+
+
+@pytest.mark.parametrize("kind", ["folder", "turns.jsonl"])
+def test_prompts_are_taken_whole_as_they_are_or_in_the_template(kind: str, chat_checkpoint: Path, tmp_path) -> None:
+    """In the order of names, or of lines; of several turns the first."""
+    path = tmp_path / kind
+    if kind == "folder":
+        path.mkdir()
+        write_books(path, "txt folder")
+    else:
+        jsonl(path, [{"turns": [text, "more"]} for text in BOOKS])
+    target = Target(str(chat_checkpoint), device="cpu")
+    encode, template = target.source().tokenizer().encode, target.source().chat_template()
+    for chat in (False, True):
+        plan = resolve(RunConfig(target, sizes=Sizes(B=8, gen_len=5), rows=Rows(prompts=str(path), chat=chat)))
+        wanted = [template.encode([{"role": "user", "content": text}]) if chat else encode(text) for text in BOOKS]
+        assert plan.prompts == wanted and plan.n_rows == len(BOOKS)

@@ -1,5 +1,7 @@
 """The Session API: one configuration opened, other drafts and samplings over the same weights and cache."""
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from transformers import LlamaConfig
 
 from bench.config import AUTO, RunConfig, Sizes, Target
 from bench.memory import memory_plan
+from bench.passes import settle
 from bench.plan import resolve
 from bench.session import Session
 from common.errors import ConfigError
@@ -73,6 +76,23 @@ def test_a_variant_shares_weights_and_cache(session: Session) -> None:
     (model,) = session.models.loaded.values()
     assert model.dtype == torch.float32
     assert all(one.generate(one.drafter()).tokens == plain for one in rounded)
+
+
+def test_what_is_there_before_rounds_is_left_out_of_collections_until_the_next_session(config: RunConfig) -> None:
+    class Owner:
+        pass
+
+    earlier = Owner()
+    earlier.__dict__["itself"] = earlier
+    died = weakref.finalize(earlier, lambda: None)
+    settle()
+    assert gc.get_freeze_count() > 10 * len(gc.get_objects())
+    del earlier
+    gc.collect()
+    assert died.alive
+    Session.open(config, prompts=TEXTS)
+    gc.collect()
+    assert not died.alive
 
 
 YARN = {"rope_scaling": "yarn:4"}

@@ -13,6 +13,7 @@ from bench.config import RunConfig, Sizes, Target
 from bench.plan import resolve
 from engine.drafters.self_speculation import SelfConfig
 from kv_cache.streaming import Streaming
+from models import storage
 from models.storage import auto_draft_weights, auto_dtype
 from tests.support.hf_tiny import SHAPE
 from tests.support.machine import needs_int8
@@ -72,6 +73,22 @@ def test_a_draft_has_few_bits_where_they_are_fastest(changed, scheme, cpu) -> No
     assert auto_draft_weights(**usual | changed) is None
 
 
+def test_a_draft_on_a_gpu_has_few_bits_where_they_take_less_time(cpu, monkeypatch) -> None:
+    """A GPU of another kind than the CPU; several processes, which could disagree, and old GPUs measure nothing."""
+    cpu(False, False)
+    measured, usual = list[Any](), {"device": "cuda:1", "dtype": torch.bfloat16, "linears": [(128, 64)], "n_row": 5}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(storage, "saves_time", lambda *given: measured.append(given) or given[0] == "int4")
+    assert auto_draft_weights(**usual) is None
+    assert auto_draft_weights(**usual, published=["Q4_K"]) == "int4"
+    assert measured == [("int8", ((128, 64),), 5, "cuda:1"), ("int4", ((128, 64),), 5, "cuda:1")]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert auto_draft_weights(**usual, published=["Q4_K"]) is None
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert auto_draft_weights(**usual, published=["Q4_K"]) is None and len(measured) == 2
+
+
 @pytest.mark.parametrize(("flag", "quantize"), [("auto", "int8"), ("same", None), ("int4", "int4")])
 def test_a_plan_has_the_drafts_scheme(flag: str, quantize: str | None, checkpoint: Path, cpu) -> None:
     cpu(True, True)
@@ -118,3 +135,20 @@ def test_a_quantised_draft_changes_no_token(run):
         assert record["identical_sequences"] == record["sequences"] == 3
         assert record["quantize"] is None and record["draft_weights"] == weights
         assert record["draft_kv_dtype"] == {"fp8": "float8_e4m3fn"}.get(kv_dtype, kv_dtype)
+
+
+@needs_int8
+@pytest.mark.parametrize(
+    ("script", "flags", "draft_weights"),
+    [
+        ("selfspec", "--quantize int8 --kv_dtype fp8", "int8"),
+        ("selfspec", "--quantize int4", "int4"),
+        ("longspec", "--quantize int4 --draft_weights int8", "int8"),
+    ],
+)
+def test_speculation_with_a_quantised_target_emits_its_plain_text(run, script: str, flags: str, draft_weights: str):
+    """The draft `same` has the target's quantised weights."""
+    plain, record = run("baseline", ""), run(script, f"{DRAFT} {flags}")
+    assert record["identical_sequences"] == 3 and record["tokens_sha256"] != plain["tokens_sha256"]
+    assert (record["kv_dtype"] == plain["kv_dtype"]) == ("--kv_dtype" not in flags)
+    assert record["quantize"] in flags and record["draft_weights"] == draft_weights

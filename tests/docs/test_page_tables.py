@@ -53,6 +53,13 @@ def test_rows_are_selected_by_conditions():
             selected(rows, [condition])
 
 
+def test_a_table_says_which_column_or_record_is_missing(tmp_path: Path):
+    file, lacking = tmp_path / "other.jsonl", {"lengths": "no column 'speedup'", "policies": "prefix_len of 60"}
+    file.write_text('{"prefix_len": 60}\n')
+    for name, said in lacking.items():
+        assert said in run("reproduce/tables.py", [name, str(file)]).refusal
+
+
 def test_the_page_of_the_server_names_every_field_of_requests():
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
     names = {*schemas.NEUTRAL}

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from engine.drafters.oracle import Oracle
 from engine.requests import Progress
 from kv_cache import FullKVCache, StreamingKVCache
 from tests.support.tiny import TINY, continue_by_recomputing, full_cache, random_prompts, tiny_model
+from tests.support.witness import cut
 
 LENGTHS = [5, 17, 1, 30, 9]
 N_NEW = 14
@@ -159,3 +161,11 @@ def test_a_cache_of_another_dtype_or_shape_is_refused(model):
     for cache in (FullKVCache(TINY, 2, 32), FullKVCache(replace(TINY, n_layer=3), 2, 32, dtype=torch.float64)):
         with pytest.raises(ConfigError, match="does not fit the model"):
             ModelRunner(model, cache)
+
+
+def test_prompts_may_be_generators_and_hold_numbers_of_numpy(model, prompts, answers):
+    runner, stop = ModelRunner(model, full_cache(model, 2)), answers[1][3]
+    each = (iter(map(np.int32, prompt)) for prompt in prompts)
+    limits, ids = np.array([N_NEW] * len(prompts)), np.arange(len(prompts))
+    out = generate(runner, each, max_new_tokens=limits, stop_tokens=(np.int64(stop) for _ in "1"), request_ids=ids)
+    assert out.tokens == [cut(answer, [stop]) for answer in expected(answers)]

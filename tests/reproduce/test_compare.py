@@ -1,11 +1,14 @@
 """compare.py: drafters next to plain decoding, by context, prompt, kind of text, category and storage."""
 
 import json
+import os
 import shutil
+import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,3 +173,16 @@ def test_storages_are_compared_with_llama_cpp(checkpoint: Path, books: Path, tmp
         assert [(row["text"], row["identical_sequences"]) for row in record["rows"]] == [("greedy", 2), ("sampled", 2)]
     for record in (f16, q8_0):
         assert record["rows"] == [{"baseline_step_ms": 1, "baseline_tokens_per_second": 2000.0, "verify_step_ms": 3}]
+
+
+def end_this_process(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGILL)
+
+
+def test_a_peer_whose_process_dies_is_left_out(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(llama_cpp, "step_ms", end_this_process)
+    monkeypatch.setattr(llama_cpp, "new_process", lambda: ProcessPoolExecutor(1, get_context("fork")))
+    peer, batch = llama_cpp.Peer(Path("tiny.Q4_1.gguf"), "f16", 2, 3), SimpleNamespace(prompts=[[1, 2], [3, 4]])
+    for repeat in range(2):
+        peer.run(batch, repeat)  # type: ignore[arg-type]
+    assert set(peer.row().values()) == {None} and capsys.readouterr().err.count("f16 ended its process") == 1

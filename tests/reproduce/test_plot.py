@@ -62,3 +62,11 @@ def test_what_has_no_number_is_left_out_and_counted(draw, tmp_path: Path):
     assert "speedup over B: 2 of 3 rows" in ended.out and "per_second over B: 3 of 3" in ended.out
     for kind in ("png", "svg", "pdf"):
         assert (tmp_path / "figures" / f"own.{kind}").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [([record(1, 1.1), record(1, 1.2)], ""), ([record(1, None), record(2, None)], "--y speedup"), ([[1]], "")],
+)
+def test_what_cannot_be_drawn_is_refused(draw, given: list[object], flags: str):
+    assert "own.jsonl" in draw(given, *flags.split()).refusal

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 
 from common import cli
 from common.checkout import ROOT
+from common.errors import UserError
 from common.jsonl import read_lines
 from reproduce import sweep
 from reproduce.sweep import make_cells, parse_ranges, read_grid
-from tests.support.programs import in_child
+from tests.support.programs import in_child, run_here
 from tests.support.programs import run as run_program
 
 # A cell's script: it notes that it ran, then records its arguments, fails, or hangs with a child.
@@ -119,3 +121,12 @@ def test_the_grids_name_scripts_that_are_there(grid: Path):
     cells = make_cells(read_grid(str(grid)), {})
     assert len({*map(str, cells)}) == len(cells) > 0
     assert all((ROOT / cell.script).is_file() for cell in cells)
+
+
+def test_a_misspelt_flag_is_found_before_the_first_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(subprocess, "run", run_here)
+    output = tmp_path / "rows.jsonl"
+    words = f"--script reproduce/plot.py --axis x=B,gamma --fixed titel=a --output {output}"
+    with pytest.raises(UserError, match="--titel"):
+        sweep.main(cli.read(sweep.Flags, words.split(), "sweep.py"))
+    assert not output.exists()

@@ -68,6 +68,12 @@ def test_a_text_of_ruler_has_its_answers_and_fits(name: str, tokenizer, book: st
                 assert len(example.prompt) > most - 40, "another sentence does not fit"
 
 
+def test_texts_depend_on_seed_and_number_alone(tokenizer, book: str):
+    task, encoder = find_task("ruler", "niah_multikey_1"), Encoder(tokenizer, None, 900)
+    examples, more, others = (made(task, n, encoder, seed, book)[1] for n, seed in ((3, 7), (4, 7), (3, 8)))
+    assert examples == more[:3] and len({each.right[0] for each in (*more, *others)}) == 7
+
+
 def test_a_refusal_says_how_long_a_context_has_to_be(tokenizer, book: str):
     task = find_task("ruler", "cwe")
     with pytest.raises(ConfigError) as caught:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
@@ -98,6 +99,7 @@ def of_tgi(**parameters: Any) -> tuple[str, dict[str, Any]]:
         ((CHATS, {"messages": [{"role": "user", "content": None}]}), "messages.0"),
         ((CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "messages.0.content.0.type"),
         ((CHATS, CHAT | {"user": "\ud800"}), "user"),
+        ((CHATS, CHAT | {"prediction": {"type": "content", "content": 7}}), "prediction.content"),
         ((CHATS, CHAT | {"tools": [TOOL]}), "tools"),  # the template reads none
         (
             (CHATS, CHAT | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}),
@@ -234,6 +236,15 @@ def test_impossible_servers_are_refused(chat_checkpoint, words):
     with pytest.raises(ConfigError):
         flags.config()
         flags.http.bind()
+
+
+@pytest.mark.parametrize(("words", "named"), [("--host no.such.host.invalid", "--host"), ("", "--port")])
+def test_an_address_that_cannot_be_used_is_named_alone(chat_checkpoint, words, named):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = f"--model {chat_checkpoint} --port {taken.getsockname()[1]} {words}"
+        with pytest.raises(ConfigError) as error:
+            cli.read(Serve, words.split(), prog="serving").http.bind()
+    assert {*re.findall("--host|--port", str(error.value))} == {named}
 
 
 def test_a_server_that_hangs_is_not_healthy(chat_checkpoint, monkeypatch):

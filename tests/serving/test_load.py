@@ -1,6 +1,8 @@
 """Many requests at once: each gets its tokens, whoever leaves frees a row, and metrics and the log add up."""
 
+import errno
 import json
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -213,3 +215,22 @@ def test_an_engine_that_fails_ends_every_request(chat_checkpoint, monkeypatch):
         assert refused.status == 503 and b"ZeroDivisionError" in refused.read()
         server.thread.join(10)
         assert [type(error) for error in server.failures] == [ZeroDivisionError]
+
+
+def test_used_up_descriptors_are_reported_once_a_second(served: Served, alone: Alone, monkeypatch, capsys, caplog):
+    """Clients wait meanwhile, and are answered when there are descriptors again."""
+    accept, tries = socket.socket.accept, []
+
+    def failing(self: socket.socket) -> Any:
+        tries.append(time.monotonic())
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched, ThreadPoolExecutor(2) as pool:
+        patched.setattr(socket.socket, "accept", failing)
+        waiting = [pool.submit(served.generate, text, max_new_tokens=n) for text, n in (("a", 3), ("b c", 9))]
+        served.until(lambda: bool(tries) and tries[-1] - tries[0] >= 2, "further tries")
+        assert len(tries) <= 2 + tries[-1] - tries[0]
+        patched.setattr(socket.socket, "accept", accept)
+        texts = [answer.result(20)["generated_text"] for answer in waiting]
+    assert texts == [alone.text("a", 3), alone.text("b c", 9)]
+    assert capsys.readouterr().err.count("Too many open files") == len(tries) and not caplog.records

@@ -23,11 +23,11 @@ SHARED_LIMIT = {86: 99 * 1024, 90: 227 * 1024}
 
 
 def launches(
-    entries: torch.dtype, n_token: int = 4, in_order: bool = True, in_4_bits: bool = False, arch: int = 90
+    entries: torch.dtype, n_token: int = 4, batch: int = 8, in_order: bool = True, in_4_bits: bool = False, sm: int = 90
 ) -> list[Launch]:
     """Return the launches of an attention of bfloat16 queries, 4 to a KV head, on tensors without storage."""
     empty, dtype, head_dim, n_slot = partial(torch.empty, device="meta"), torch.bfloat16, 128, 32768
-    of_head = batch, n_kv_head = 8, 8
+    of_head = batch, n_kv_head = batch, 8
     q = empty(batch, n_token, n_kv_head * 4, head_dim, dtype=dtype)
     stored = empty(*of_head, n_slot, head_dim, dtype=entries).transpose(1, 2)
     scales = empty(*of_head, n_slot).transpose(1, 2) if entries in LARGEST else None
@@ -43,7 +43,7 @@ def launches(
         ring = empty(batch, 64 + 3 * group, dtype=torch.int64)
         packed = Packed(codes, codes.view(*of_head, n_slot, -1), grids, value_grids, n_slot, ring)
         kv = KV(*(x[:, : ring.shape[1]] for x in (stored, stored)), packed=packed)
-    gpu = Multiprocessors(shared=SHARED_LIMIT[arch])
+    gpu = Multiprocessors(shared=SHARED_LIMIT[sm])
     with patch.object(triton_backend, "multiprocessors", lambda _: gpu):
         return triton_backend.plan(q, kv, block)[0]
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,13 @@ def test_the_choice_is_that_of_the_true_acceptance(alpha, measured):
     _, speedup = simulate([measured], lambda n: [alpha], 600)
     best = max(1.0, *(measured.speedup(tokens_per_round(alpha, gamma), gamma) for gamma in GAMMAS[1:]))
     assert speedup > 0.96 * best
+
+
+def test_more_tokens_are_drafted_where_a_verification_costs_a_plain_step():
+    """As with attention in tiles, whose query rows are free up to 16."""
+    choices = [simulate([costs(100, 12, verify)], lambda n: [0.8], 300)[0] for verify in ((125, 250), (101, 105))]
+    linear, free = (median(choice.gamma for choice in chosen[150:]) for chosen in choices)
+    assert linear <= 3 < free
 
 
 def test_the_controller_comes_near_an_oracle_where_acceptance_changes_and_no_fixed_gamma_does():

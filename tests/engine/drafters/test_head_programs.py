@@ -10,8 +10,10 @@ import torch
 from bench.config import RunConfig, Sizes, Target
 from bench.memory import memory_plan
 from bench.plan import resolve
+from bench.session import Session
 from engine.drafters.eagle import EagleConfig
 from engine.drafters.medusa import MedusaConfig
+from kv_cache.full import Full
 from models.checkpoints.hf_config import config_from_json
 from models.heads.loading import find_head
 from tests.support.machine import needs_vnni
@@ -91,6 +93,19 @@ def test_the_memory_plan_counts_the_head(models, heads, draft):
     plan = resolve(replace(config, sizes=Sizes(2, None, 12)), [[1] * 60] * 2)
     loaded = find_head(str(path), given.name, plan.target.config).load(device="cpu", dtype=torch.float32, prepack=False)
     assert memory_plan(plan).fixed["draft weights"] == 4 * sum(x.numel() for x in loaded.parameters())
+
+
+def test_a_head_has_the_targets_rotary_settings_beyond_its_context(models, heads):
+    draft = EagleConfig(gamma=3, draft_model=str(heads / "eagle-3"), policy=Full(), draft_dtype="same")
+    target = Target(model=str(models.target), dtype="float64", device="cpu", rope_scaling="yarn:4")
+    config = RunConfig(target, draft=draft, sizes=Sizes(2, None, 12))
+    session = Session.open(config, [[1, 2, 3] * 100, [4, 5] * 170])
+    (head,) = session.models.loaded.values()
+    assert head.body.config.rope_scaling == session.runner.model.config.rope_scaling is not None
+    out = session.generate(session.drafter())
+    assert out.tokens == session.generate().tokens and out.stats.drafted > 0
+    (short,) = Session.open(config, [[1, 2, 3], [4, 5]]).models.loaded.values()
+    assert short.body.config.rope_scaling is None
 
 
 def test_programs_take_a_head_by_its_kind_and_path(models, heads, tmp_path):

@@ -91,6 +91,14 @@ def test_a_server_drafts_by_a_prediction(reading: Served, how: dict[str, Any]):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
 
 
+def test_a_prediction_that_no_drafter_reads_is_taken_and_counts_nothing(served: Served):
+    how = CHAT | {"temperature": 0}
+    counted = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    for content in ("a", "ab " * served.server.service.max_total):
+        answer = served.json(CHATS, how | {"prediction": {"type": "content", "content": content}})
+        assert answer["usage"]["completion_tokens_details"] == counted
+
+
 def test_a_prediction_that_a_server_may_not_draft_by_is_refused(chat_checkpoint):
     """It may be an answer of the same random numbers, in rejection mode."""
     body = CHAT | {"prediction": {"type": "content", "content": "a"}}

@@ -19,9 +19,10 @@ from transformers import LlamaConfig
 from convert_hf_checkpoint import convert
 from engine import Decoder, ModelRunner, Request, SamplingParams
 from engine.drafters.ngram import NGram
+from engine.requests import Outcome, Progress
 from engine.sampling.grammars import Grammar, Grammars
 from models import load_model
-from models.checkpoints.reasoning import CLOSE, OPEN, TAGS
+from models.checkpoints.reasoning import CLOSE, OPEN, TAGS, ReasoningParser
 from models.checkpoints.tokenizer import load_tokenizer
 from tests.support.checkpoint_folders import ALPHABET, BOS, save_tokenizer
 from tests.support.drafters import Drafters
@@ -142,6 +143,41 @@ def test_drafts_change_no_answer(mode, model, tokenizer, grammars):
         # Tokens that the grammar forces are drafted, whatever the drafter is.
         assert mode == "rejection" or all(ours < theirs for ours, theirs in (rounds[0], rounds[2])), kind
     assert mode != "coupled" or any(graph.replays for graph in graphs)
+
+
+class Accepted(Progress):
+    """Keeps each round's accepted drafts."""
+
+    def __init__(self) -> None:
+        self.drafts: list[list[int]] = []
+
+    def decoded(self, request: Request, outcome: Outcome, n_kept: int) -> None:
+        self.drafts.append(outcome.block[:-1])
+
+
+@pytest.mark.parametrize("mode", ["coupled", "rejection"])
+def test_a_grammar_begins_after_reasoning_that_ends_among_drafts(mode, model, tokenizer, grammars):
+    """Reasoning has begun, or may begin. Its end is among accepted drafts, with tokens of the grammar after it."""
+    opening, closing = (tokenizer.pieces().index(tag) for tag in TAGS)
+    likely = ((opening, 8.0), (closing, 2.0))
+    texts: dict[str, list[list[int]]] = {}
+    for kind in ("none", "streaming"):
+        runner, ended = ModelRunner(model, full_cache(model, 3, 300)), Accepted()
+        drafter = Drafters(runner, 4, Size(3, 300, n_kept=2, window=14, dtype=torch.float64))(kind)
+        ways = [replace(way, temperature=1.0, logit_bias=likely) for way in WAYS[:3]]
+        given = [*zip(PROMPTS, ways, [True, None, True], [JSON, JSON, PLATE], strict=False)]
+        requests = [
+            Request(tokenizer.encode(prompt), 200, [END], way, i, grammar=grammars.start(*spec, reasons))
+            for i, (prompt, way, reasons, spec) in enumerate(given)
+        ]
+        decode(Decoder(runner, drafter=drafter, verification=mode, progress=ended), *requests)
+        for request, (_, _, reasons, spec) in zip(requests, given, strict=True):
+            reasoning, answer = ReasoningParser(reasons).add(tokenizer.decode(request.tokens), is_last=True)
+            assert request.finish_reason == "stop" and closing in request.tokens, (reasoning, answer)
+            require(answer, spec)
+        assert kind == "none" or any(closing in drafts[:-1] for drafts in ended.drafts)
+        texts[kind] = [request.tokens for request in requests]
+    assert mode == "rejection" or texts["streaming"] == texts["none"]
 
 
 @pytest.mark.parametrize("is_control", [False, True])

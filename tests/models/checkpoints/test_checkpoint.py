@@ -159,3 +159,12 @@ def test_files_that_no_conversion_wrote_are_not_overwritten(tmp_path: Path, ther
     (out / "special_tokens_map.json").write_text("{}")
     convert(source, out, force=True)
     assert (out / "special_tokens_map.json").exists()
+
+
+def test_an_edited_config_is_not_made_again_over_the_edit(tmp_path: Path) -> None:
+    convert_tiny_gguf(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace("50000.0", "60000.0"))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        convert(tmp_path, tmp_path)
+    assert "60000.0" in path.read_text()

