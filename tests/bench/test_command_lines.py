@@ -112,7 +112,6 @@ def test_a_token_is_not_repeated():
         ("foretoken.py", "--gamma 3 compare", ["--gamma", "begin with the subcommand"]),
         (BENCHMARKS[2], "--drft-budget 128 --gama=3", ["--drft_budget, --gama\n", "use --draft_budget, --gamma,"]),
         (COST_MODEL, "--modl x", ["--modl", "use --model,"]),
-        ("reproduce/plot.py", "x.jsonl --output x.svg", ["--output", "use --figures,"]),
         (BENCHMARKS[0], "--B many", ["--B", "'many'"]),
         (BENCHMARKS[2], "--draft_policy streming", ["streming", "snapkv, ", "use streaming"]),
     ],
