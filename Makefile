@@ -50,8 +50,11 @@ reproduce: $(VENV)/.installed-dev  ## tables of the paper, measured on this mach
 	$(RUN) -m reproduce.plot $(REPRODUCTION)/speedups.jsonl --x B --y speedup decode_tokens_per_second
 
 # One process more than there are cores: some tests wait for ranks and servers.
-test: lint  ## checks and tests, slow ones left out
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $$($(RUN) -c 'import os; print(1 + (os.cpu_count() or 1))') --dist worksteal
+# The checks run next to the tests, and are shown after them.
+test: $(VENV)/.installed-dev  ## checks and tests, slow ones left out
+	@shown=$$(mktemp); $(MAKE) --no-print-directory lint > $$shown 2>&1 & checks=$$!; \
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $$($(RUN) -c 'import os; print(1 + (os.cpu_count() or 1))') --dist worksteal; \
+	tests=$$?; wait $$checks; checks=$$?; cat $$shown; rm $$shown; exit $$((tests + checks))
 
 test-all: lint  ## checks and every test; needs the default model (make demo fetches it)
 	OMP_NUM_THREADS=1 WITNESS_SCENARIOS=27000 LLAMA_SCENARIOS=700 LAW_PAIRS=46000 INTERRUPTIONS=480 \
