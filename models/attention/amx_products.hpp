@@ -34,19 +34,18 @@ struct AmxProducts : Words {
 
     // Multiplies words a [n_row, PLANES, N] with b [N, WIDTH], and calls `use(row, column, products)` with vectors of the
     // results. Sixteen rows are computed, also where fewer exist, so a row's bits do not depend on their number.
-    template <int N, int WIDTH, bool A_IS_WEIGHTS, typename Next, typename Use>
-    static void multiply(const float* a, const float* b, int n_row, Next ahead, const Use& use) {
+    template <int N, int WIDTH, bool A_IS_WEIGHTS, typename Use>
+    static void multiply(const float* a, const float* b, int n_row, Ahead& ahead, const Use& use) {
         constexpr int COLUMNS = std::min(WIDTH / W, 4 / PLANES), DEPTH = std::min(N, 16), A = DEPTH == 16 ? 4 : 6, B = A + 1;
-        constexpr int N_ASKED = (N * DEPTH * W - 1) / (N * PLANES * WIDTH) + 1;  // per product of tiles
         alignas(64) float sums[PLANES * COLUMNS][16][W];
-        int asked = 0;
+        ahead.begin(n_row, (n_row + 15) / 16 * PLANES * (WIDTH / W) * (N / DEPTH));
         for (int m = 0; m < n_row; m += 16)
             for (int column = 0; column < WIDTH; column += COLUMNS * W) {
                 each<PLANES * COLUMNS>([](auto i) { amx::zero<i>(); });
                 for (int k = 0; k < N; k += DEPTH)
                     each<PLANES * COLUMNS>([&](auto i) {
                         constexpr int plane = i / COLUMNS, of_plane = i % COLUMNS;
-                        for (int j = 0; j < N_ASKED && asked < N; ++j) ahead.ask(asked++);
+                        ahead.ask();
                         if (of_plane == 0) amx::load<A>(a + (m * PLANES + plane) * N + k, PLANES * N * sizeof(float));
                         amx::load<B>(b + k * WIDTH + column + of_plane * W, WIDTH * sizeof(float));
                         if constexpr (PACK == 2)

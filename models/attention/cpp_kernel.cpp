@@ -43,6 +43,8 @@ inline void keep_largest(const float* scores, float* to) {
 inline bool any_exceeds(vec x, float limit) {
 #if defined(__AVX512F__)
     return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GT_OQ);
+#elif defined(__AVX2__) && !defined(AMX)
+    return _mm256_movemask_ps((__m256)(x > broadcast(limit)));
 #else
     const ivec exceeds = x > broadcast(limit);
     int32_t found = 0;

@@ -7,13 +7,17 @@ namespace {
 
 constexpr int TILE = 2 * W;  // slots per tile
 
-// Prefetches a few lines of the next tile at a time into L2, during the arithmetic: prefetching all lines at once would
-// fill the queue of misses, and memory and arithmetic would take turns. STEP: bytes per call.
-template <int STEP>
+// Prefetches a tile into L2 evenly over the arithmetic of all query rows: many lines at once would fill the queue of
+// misses, and memory and arithmetic would take turns.
 struct Ahead {
-    const char* at;  // null: nothing is prefetched
-    void ask(int i) const {
-        for (int line = 0; line < STEP; line += 64) __builtin_prefetch(at + i * STEP + line, 0, 2);
+    const char *at, *until;
+    int64_t per_row, step = 0;  // bytes per query row, and per call of `ask`
+
+    Ahead(const void* tile, int64_t bytes, int n_row) : at((const char*)tile), until(at), per_row(bytes / n_row) {}
+    // Starts the arithmetic of n_row query rows, which calls `ask` n_call times.
+    void begin(int n_row, int n_call) { step = per_row * n_row / n_call; }
+    void ask() {
+        for (until += step; at < until; at += 64) __builtin_prefetch(at, 0, 2);
     }
 };
 

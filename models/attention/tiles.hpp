@@ -37,11 +37,12 @@ struct Call {
 };
 
 // Computes scores of N query rows against a tile, as multiples of log2(e). q: words, by row and plane.
-template <int N, int D, typename P, typename Next>
+template <int N, int D, typename P>
 inline void tile_scores(const float* q, const float* keys_t, const float* steps, const int32_t* taken_off,
-                        Next ahead, float* scores) {
+                        Ahead& ahead, float* scores) {
     constexpr int WORDS = D / P::PACK;
     typename P::Sum acc[N][2] = {};
+    ahead.begin(N, P::PLANES * WORDS);
 #pragma GCC unroll 2
     for (int plane = 0; plane < P::PLANES; ++plane) {
         if (plane)
@@ -51,7 +52,7 @@ inline void tile_scores(const float* q, const float* keys_t, const float* steps,
                 for (int half = 0; half < 2; ++half) acc[m][half] = (typename P::Sum)((ivec)acc[m][half] << P::KEY_SHIFT);
         for (int d = 0; d < WORDS; ++d) {
             const vec k0 = load(keys_t + d * TILE), k1 = load(keys_t + d * TILE + W);
-            if (ahead.at && !plane) ahead.ask(d);
+            ahead.ask();
 #pragma GCC unroll 8
             for (int m = 0; m < N; ++m) {
                 const float word = q[(m * P::PLANES + plane) * WORDS + d];
@@ -74,9 +75,10 @@ inline void tile_scores(const float* q, const float* keys_t, const float* steps,
 }
 
 // out += weights * values, for N query rows and V vectors of the head dimension at a time, whose sums fit the registers.
-template <int N, int D, typename P, typename Next>
-inline void tile_values(const float* weights, const float* values, const float* steps, Next ahead, float* out) {
+template <int N, int D, typename P>
+inline void tile_values(const float* weights, const float* values, const float* steps, Ahead& ahead, float* out) {
     constexpr int V = 4 * N + 4 <= REGISTERS ? 4 : 2, WORDS = TILE / P::PACK;
+    ahead.begin(N, D / (V * W) * P::PLANES * WORDS);
     for (int at = 0; at < D; at += V * W) {
         typename P::Sum acc[N][V] = {};
         if constexpr (P::PLANES == 1) {
@@ -96,7 +98,7 @@ inline void tile_values(const float* weights, const float* values, const float* 
                 vec x[V];
 #pragma GCC unroll 4
                 for (int v = 0; v < V; ++v) x[v] = load(values + s * D + at + v * W);
-                if (ahead.at && !plane && !at) ahead.ask(s);
+                ahead.ask();
 #pragma GCC unroll 8
                 for (int m = 0; m < N; ++m) {
                     const float word = weights[(m * P::PLANES + plane) * WORDS + s];
@@ -129,8 +131,7 @@ inline void in_passes(int row, int n_row, const Pass& pass) {
 // 8 bits, else null.
 template <int D, typename Entry, typename P>
 struct Stored {
-    typedef Ahead<TILE * P::PACK * sizeof(Entry)> NextKeys;
-    typedef Ahead<D * P::PACK * sizeof(Entry)> NextValues;
+    static constexpr int TILE_BYTES = TILE * D * sizeof(Entry);
     const Entry *keys, *values;
     int dim;
     int64_t key_stride, value_stride;
@@ -165,41 +166,41 @@ struct Stored {
         for (int m = 0; m < n_row; ++m)
             for (int s = 0; s < TILE; s += W) store(weights + m * TILE + s, load(weights + m * TILE + s) * load(scales + s));
     }
-    void score_tile(int n_row, NextKeys next, float* weights) {
+    void score_tile(int n_row, Ahead ahead, float* weights) {
         if constexpr (P::IN_AMX) {
-            P::template multiply<D / P::PACK, TILE, false>(q, tile, n_row, next, [&](int m, int at, vec x) {
+            P::template multiply<D / P::PACK, TILE, false>(q, tile, n_row, ahead, [&](int m, int at, vec x) {
                 store(weights + m * TILE + at, x * broadcast(steps[m]));
             });
         } else
             in_passes(0, n_row, [&](int m, auto size) {
-                tile_scores<size, D, P>(q + m * P::PLANES * D / P::PACK, tile, steps + m, taken_off + m, m ? NextKeys{} : next,
-                                        weights + m * TILE);
+                const float* words = q + m * P::PLANES * D / P::PACK;
+                tile_scores<size, D, P>(words, tile, steps + m, taken_off + m, ahead, weights + m * TILE);
             });
     }
-    void add_tile(const float* weights, int n_row, NextValues next, float* out) {
+    void add_tile(const float* weights, int n_row, Ahead ahead, float* out) {
         constexpr int WORDS = P::PLANES * TILE / P::PACK;
         for (int m = 0; m < n_row; ++m) weight_steps[m] = P::pack_weights(weights + m * TILE, weight_words + m * WORDS);
         if constexpr (P::IN_AMX) {
-            P::template multiply<TILE / P::PACK, D, true>(weight_words, tile, n_row, next, [&](int m, int at, vec x) {
+            P::template multiply<TILE / P::PACK, D, true>(weight_words, tile, n_row, ahead, [&](int m, int at, vec x) {
                 store(out + m * D + at, load(out + m * D + at) + x * broadcast(weight_steps[m]));
             });
         } else
             in_passes(0, n_row, [&](int m, auto size) {
-                tile_values<size, D, P>(weight_words + m * WORDS, tile, weight_steps + m, m ? NextValues{} : next, out + m * D);
+                tile_values<size, D, P>(weight_words + m * WORDS, tile, weight_steps + m, ahead, out + m * D);
             });
     }
     // Computes the scores of all query rows against the n slots of a tile, to [n_row, TILE].
     void scores(int n_row, int64_t start, int n, float* weights) {
         const Entry* from = keys + start * key_stride;
         P::template transpose<D>(from, key_stride, n, dim, tile);
-        score_tile(n_row, {(const char*)(from + TILE * key_stride)}, weights);
+        score_tile(n_row, {from + TILE * key_stride, TILE_BYTES, n_row}, weights);
         if (key_scales) multiply(key_scales, start, n, n_row, weights);
     }
     void add(float* weights, int n_row, int64_t start, int n, float* out) {
         const Entry* from = values + start * value_stride;
         if (value_scales) multiply(value_scales, start, n, n_row, weights);
         P::template interleave<D>(from, value_stride, n, dim, tile);
-        add_tile(weights, n_row, {(const char*)(from + TILE * value_stride)}, out);
+        add_tile(weights, n_row, {from + TILE * value_stride, TILE_BYTES, n_row}, out);
     }
     void finish(int n_row, float* out) {
         if (P::PACK == 1) return;
@@ -249,7 +250,7 @@ struct In4Bits : Stored<D, float, Float32Products> {
                     store(tile + at * TILE + block, halves[half] * broadcast(step[at]) + broadcast(low[at]));
             }
         }
-        this->score_tile(n_row, {}, weights);
+        this->score_tile(n_row, {nullptr, 0, n_row}, weights);
     }
     void add(const float* weights, int n_row, int64_t start, int n, float* out) {
         vec halves[2];
@@ -264,7 +265,7 @@ struct In4Bits : Stored<D, float, Float32Products> {
                     store(tile + s * D + at, halves[half] * broadcast(value_step[grid]) + broadcast(value_low[grid]));
                 }
             }
-        this->add_tile(weights, n_row, {}, out);
+        this->add_tile(weights, n_row, {nullptr, 0, n_row}, out);
     }
 };
 
