@@ -98,7 +98,7 @@ def _n_halved(config: ModelConfig, published: Sequence[str]) -> int:
         return 0
     shapes = expected_shapes(config) | {"output.weight": (config.vocab_size, config.dim)}
     del shapes["tok_embeddings.weight"]
-    return sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2 and linear_cpp.halves(shape))
+    return sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2 and linear_cpp.multiplies_floats(shape))
 
 
 def resolve_device(name: str) -> str:

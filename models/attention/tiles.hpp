@@ -177,16 +177,16 @@ struct Stored {
                 tile_scores<size, D, P>(words, tile, steps + m, taken_off + m, ahead, weights + m * TILE);
             });
     }
-    void add_tile(const float* weights, int n_row, Ahead ahead, float* out) {
+    void add_tile(const float* weights, int n_row, const float* values, Ahead ahead, float* out) {
         constexpr int WORDS = P::PLANES * TILE / P::PACK;
         for (int m = 0; m < n_row; ++m) weight_steps[m] = P::pack_weights(weights + m * TILE, weight_words + m * WORDS);
         if constexpr (P::IN_AMX) {
-            P::template multiply<TILE / P::PACK, D, true>(weight_words, tile, n_row, ahead, [&](int m, int at, vec x) {
+            P::template multiply<TILE / P::PACK, D, true>(weight_words, values, n_row, ahead, [&](int m, int at, vec x) {
                 store(out + m * D + at, load(out + m * D + at) + x * broadcast(weight_steps[m]));
             });
         } else
             in_passes(0, n_row, [&](int m, auto size) {
-                tile_values<size, D, P>(weight_words + m * WORDS, tile, weight_steps + m, ahead, out + m * D);
+                tile_values<size, D, P>(weight_words + m * WORDS, values, weight_steps + m, ahead, out + m * D);
             });
     }
     // Computes the scores of all query rows against the n slots of a tile, to [n_row, TILE].
@@ -199,8 +199,11 @@ struct Stored {
     void add(float* weights, int n_row, int64_t start, int n, float* out) {
         const Entry* from = values + start * value_stride;
         if (value_scales) multiply(value_scales, start, n, n_row, weights);
+        const Ahead next{from + TILE * value_stride, TILE_BYTES, n_row};
+        if constexpr (std::is_same_v<Entry, float>)  // whole tiles need no copy
+            if (n == TILE && dim == D && value_stride == D) return add_tile(weights, n_row, from, next, out);
         P::template interleave<D>(from, value_stride, n, dim, tile);
-        add_tile(weights, n_row, {from + TILE * value_stride, TILE_BYTES, n_row}, out);
+        add_tile(weights, n_row, tile, next, out);
     }
     void finish(int n_row, float* out) {
         if (P::PACK == 1) return;
@@ -265,7 +268,7 @@ struct In4Bits : Stored<D, float, Float32Products> {
                     store(tile + s * D + at, halves[half] * broadcast(value_step[grid]) + broadcast(value_low[grid]));
                 }
             }
-        this->add_tile(weights, n_row, {nullptr, 0, n_row}, out);
+        this->add_tile(weights, n_row, tile, {nullptr, 0, n_row}, out);
     }
 };
 

@@ -123,11 +123,3 @@ inline Ints word_at(const void* p) {
     std::memcpy(&word, p, sizeof word);
     return spread(word);
 }
-
-// Two inputs of a row in float32, to meet words of two bfloat16.
-struct Pair { Floats first, second; };
-inline Pair word_at(const float* p) { return {spread(p[0]), spread(p[1])}; }
-inline void add_products(Floats& sum, Ints weights, Pair x) {
-    sum = fused(lower_bfloat16(weights), x.first, sum);
-    sum = fused(upper_bfloat16(weights), x.second, sum);
-}

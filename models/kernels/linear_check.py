@@ -1,4 +1,4 @@
-"""Cases that check the linear kernel: weights of 16, 8 and 4 bits, against products in float64."""
+"""Cases that check the linear kernel: weights of 32, 16, 8 and 4 bits, against products in float64."""
 
 import ctypes
 from collections.abc import Callable, Iterator
@@ -27,17 +27,21 @@ class Layer(NamedTuple):
     packed: Tensor
     scale: Tensor | None
     numbers: Tensor
-    n_rounded: int  # inputs that the kernel rounds together to 8 bits; 0: it rounds none
+    n_rounded: int = 0  # inputs that the kernel rounds together to 8 bits; 0: it rounds none
+    dtypes: tuple[torch.dtype, ...] = tuple(ALLOWED)  # of x
 
 
 Multiply = Callable[[Layer, Tensor, Tensor], Tensor]  # layer, x, bias -> y
 
 
 def layers() -> Iterator[Layer]:
-    """Yield random weights in 16, 8 and 4 bits."""
+    """Yield random weights in 32, 16, 8 and 4 bits."""
     weight = torch.randn(D_OUT, D_IN, generator=torch.Generator().manual_seed(0))
     halved = weight.bfloat16()
-    yield Layer(16, linear_cpp.pack_bfloat16(halved), None, halved, 0)
+    yield Layer(16, linear_cpp.pack_words(halved), None, halved, dtypes=(torch.bfloat16,))
+    for numbers in halved, weight:
+        packed = linear_cpp.pack_words(numbers, linear_cpp.FLOAT_BLOCK)
+        yield Layer(8 * numbers.itemsize, packed, None, numbers, dtypes=(torch.float32,))
     q, scale = quantize(weight, torch.int8)
     yield Layer(8, linear_cpp.pack_int8(q), scale, q * scale[:, None], D_IN)
     q, scale, low = quantize_groups(weight)
@@ -55,6 +59,8 @@ def candidate(library: ctypes.CDLL) -> Multiply:
 def cases() -> Iterator[Case]:
     """Yield cases of 1, 5 and 33 rows with gaps between them: products, and whether a row has equal bits alone."""
     for layer, dtype, n_row in product(layers(), ALLOWED, (1, 5, 33)):
+        if dtype not in layer.dtypes:
+            continue
         normal = partial(torch.randn, generator=torch.Generator().manual_seed(n_row))
         x, bias = (normal(n_row, 1) * normal(n_row, D_IN + 32)).to(dtype)[:, :D_IN], 10 * normal(D_OUT)
         rounded = x.double()

@@ -1,4 +1,4 @@
-"""Linear layers with weights in 16, 8 or 4 bits in a C++ kernel, for CPUs with AVX2, or with AVX512-BF16 and VNNI.
+"""Linear layers with weights in 32, 16, 8 or 4 bits in a C++ kernel, for CPUs with AVX2, or with AVX512-BF16 and VNNI.
 
 A row's bits do not depend on the other rows or on the number of threads. Gradients are not recorded.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from models.kernels.build import BuildError, choose, use_kernel
 
 BLOCK = 32  # outputs that are stored together; inputs that share a scale in 4 bits
+FLOAT_BLOCK = 16  # outputs that are stored together if the layer's inputs are in float32
 
 
 @functools.cache
@@ -54,24 +55,18 @@ def multiplies_best(weight: Tensor) -> bool:
     return not torch.cpu._is_amx_tile_supported() or choose("linear").build == "AMX"
 
 
-def halves(shape: Sequence[int]) -> bool:
-    """True if weights of this shape in float32 are kept in 16 bits where these hold them.
+def multiplies_floats(shape: Sequence[int]) -> bool:
+    """True if the kernel multiplies float32 by weights of this shape in float32 or bfloat16, in place of oneDNN.
 
     With AVX-512, oneDNN has vectors twice as long, and the kernel was not timed against it.
     """
     return not torch.cpu._is_avx512_supported() and takes_shape(shape)
 
 
-def rounded_exactly(weight: Tensor) -> Tensor | None:
-    """Return float32 weights in bfloat16; None if that rounds any of them."""
-    rounded = weight.bfloat16()
-    pieces = zip(weight.split(1024), rounded.split(1024), strict=True)  # a whole copy in float32 would be large
-    return rounded if all(torch.equal(piece, half.float()) for piece, half in pieces) else None
-
-
-def pack_bfloat16(weight: Tensor) -> Tensor:
-    """Pack `[d_out, d_in]` bfloat16 for the kernel: blocks of outputs, in a block pairs of inputs."""
-    return weight.unflatten(1, (-1, 2)).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
+def pack_words(weight: Tensor, block: int = BLOCK) -> Tensor:
+    """Pack `[d_out, d_in]` for the kernel: blocks of outputs, in a block words of inputs, of which an output has two in
+    bfloat16 or one in float32. Inputs in float32 need blocks of FLOAT_BLOCK."""
+    return weight.unflatten(1, (-1, 4 // weight.itemsize)).unflatten(0, (-1, block)).transpose(1, 2).contiguous()
 
 
 def pack_int8(q: Tensor) -> Tensor:
@@ -102,13 +97,14 @@ def linear(
 ) -> Tensor:
     """Multiply `x [..., d_in]` by packed weights transposed, and add the bias, `[d_out]` float32, in the dtype of `x`.
 
-    16 bits: products are added in float32.
+    32 and 16 bits, from `pack_words`: products are added in float32. 32 bits are for `x` in float32 alone.
     8 bits, with a `scale [d_out]` float32: each row of x is rounded to 8 bits; integers are added exactly.
     4 bits: each BLOCK of a row of x is rounded to 8 bits.
     function: another build's kernel, to check it.
     """
     if x.dtype not in (torch.float32, torch.bfloat16):
         return linear(x.float(), packed, bits, d_out, scale, bias, function).to(x.dtype)
+    assert bits < 16 or (packed.shape[2] == FLOAT_BLOCK) == (x.dtype == torch.float32), f"not packed for {x.dtype}"
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     y = x.new_empty(*x.shape[:-1], d_out)

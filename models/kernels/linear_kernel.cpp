@@ -2,9 +2,9 @@
 //
 // Weights lie in blocks of 32 outputs, and in a block by steps along the inputs, so that a block is one stretch of
 // memory: a step is two vectors, with a word of 32 bits for each output (two bfloat16, four int8, eight int4). A block
-// meets all rows of x, in groups whose sums fill the registers; a vector of AVX2 has half of a block's vector. A sum runs
-// over the inputs in the same order for any number of rows, and threads share blocks, not sums: a row's bits depend on
-// nothing but the row.
+// meets all rows of x, in groups whose sums fill the registers; a vector of AVX2 has half of a block's vector. For x in
+// float32, weights in float32 or bfloat16 lie in blocks of 16 outputs, in the order of inputs. A sum runs over the inputs
+// in the same order for any number of rows, and threads share blocks, not sums: a row's bits depend on nothing but the row.
 
 #include <algorithm>
 #include <cstdint>
@@ -68,20 +68,28 @@ inline float round_to_int8(const Number* x, int64_t n, int8_t* to, uint32_t& sum
     return scale;
 }
 
-// Prefetches the next block into L2 while this block is multiplied: `lines` lines of memory at every step.
+// Prefetches the next block into L2 while this block is multiplied: so many bytes at every step.
 struct Prefetch {
     const char* at;
-    int lines;
+    int bytes;
+    const char* until = at;
     void step(int n = 1) {
-        for (int line = 0; line < n * lines; ++line, at += 64) _mm_prefetch(at, _MM_HINT_T1);
+        for (until += n * bytes; at < until; at += 64) _mm_prefetch(at, _MM_HINT_T1);
     }
 };
+
+// Calls f with a number of rows from 1 to R as a constant.
+template <int R, typename F>
+inline void with_rows(int n, const F& f) {
+    if (n == R) return f(std::integral_constant<int, R>{});
+    if constexpr (R > 1) with_rows<R - 1>(n, f);
+}
 
 // Adds products of R rows of x with a piece of a block: each word of x meets two vectors of weights.
 template <int R, typename Sum, typename Value>
 __attribute__((always_inline)) inline void add_steps(Sum (&sums)[R][2], const char* weights, const Value* x, int64_t x_row,
                                                      int64_t n_in, Prefetch prefetch) {
-    constexpr int STEP = std::is_same_v<Value, float> ? 2 : 4 / sizeof(Value);  // inputs of a word of weights
+    constexpr int STEP = 4 / sizeof(Value);  // inputs of a word of weights
     for (int64_t i = 0; i < n_in; i += STEP, weights += 128) {
         prefetch.step();
         const Ints w0 = load_words(weights), w1 = load_words(weights + 64);
@@ -111,8 +119,8 @@ struct Bfloat16Weights {
     static constexpr bool ROUNDS = false, IN_TILES = false;
     static int64_t block_bytes(int64_t n_in) { return n_in * OUTPUTS * 2; }
 
-    template <int R, typename Number>
-    static void multiply(const Call<Number>& call, const Rounded&, int64_t row, int64_t block, int piece, Prefetch prefetch) {
+    template <int R>
+    static void multiply(const Call<bfloat16>& call, const Rounded&, int64_t row, int64_t block, int piece, Prefetch prefetch) {
         Floats sums[R][2] = {};
         const char* weights = call.weights + block * block_bytes(call.n_in) + 4 * W * piece;
         add_steps(sums, weights, call.x + row * call.x_row, call.x_row, call.n_in, prefetch);
@@ -265,19 +273,17 @@ template <typename Weights>
 using InTiles = Weights;
 #endif
 
-template <typename Weights, int R = Weights::ROWS, typename Number>
+template <typename Weights, typename Number>
 inline void multiply_rows(int n, const Call<Number>& call, const Rounded& x, int64_t row, int64_t block, Prefetch prefetch) {
     if constexpr (Weights::IN_TILES) {
         if (n > 16) return Weights::template multiply<32>(call, x, row, block, 0, prefetch);
         return Weights::template multiply<16>(call, x, row, block, 0, prefetch);
     }
-    if (n == R) {
-        Weights::template multiply<R>(call, x, row, block, 0, prefetch);
-        prefetch.lines = 0;
-        for (int piece = 1; piece < PIECES; ++piece) Weights::template multiply<R>(call, x, row, block, piece, prefetch);
-        return;
-    }
-    if constexpr (R > 1) multiply_rows<Weights, R - 1>(n, call, x, row, block, prefetch);
+    with_rows<Weights::ROWS>(n, [&](auto size) {
+        Weights::template multiply<size>(call, x, row, block, 0, prefetch);
+        prefetch.bytes = 0;
+        for (int piece = 1; piece < PIECES; ++piece) Weights::template multiply<size>(call, x, row, block, piece, prefetch);
+    });
 }
 
 template <typename Weights, typename Number>
@@ -315,12 +321,70 @@ void multiply(const Call<Number>& call, int n_thread) {
                     const int n = (int)std::min(per_group, last - row);
                     // The first group prefetches the whole next block, or the first two half of each step's lines.
                     const bool shares = Weights::LINES > 1 && n_group > 1;
-                    const Prefetch prefetch{next + group * block_bytes / 2, shares ? group < 2 : group ? 0 : Weights::LINES};
+                    const int n_line = shares ? group < 2 : group ? 0 : Weights::LINES;
+                    const Prefetch prefetch{next + group * block_bytes / 2, 64 * n_line};
                     multiply_rows<Weights>(n, call, x, row, block, prefetch);
                 }
             }
         }
         if constexpr (Weights::IN_TILES) Weights::release();
+    }
+}
+
+constexpr int FLOAT_OUTPUTS = 16;  // outputs of a block, for x in float32
+
+// Multiplies R rows of x by a block. A word of weights has N inputs: one float32, or two bfloat16.
+template <int R, int N>
+inline void multiply_block(const Call<float>& call, int64_t row, int64_t output, Prefetch prefetch) {
+    constexpr int V = FLOAT_OUTPUTS / W;
+    const float* x = call.x + row * call.x_row;
+    const char* weights = call.weights + output * call.n_in * 4 / N;
+    Floats sums[R][V] = {};
+    for (int64_t i = 0; i < call.n_in; i += N, weights += 4 * FLOAT_OUTPUTS) {
+        prefetch.step();
+        Ints words[V];
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) words[v] = load_words(weights + 4 * W * v);
+#pragma GCC unroll 2
+        for (int of_word = 0; of_word < N; ++of_word) {
+            Floats w[V];
+#pragma GCC unroll 2
+            for (int v = 0; v < V; ++v)
+                w[v] = N == 1 ? (Floats)words[v] : of_word ? upper_bfloat16(words[v]) : lower_bfloat16(words[v]);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                const Floats number = spread(x[r * call.x_row + i + of_word]);
+#pragma GCC unroll 2
+                for (int v = 0; v < V; ++v) sums[r][v] = fused(w[v], number, sums[r][v]);
+            }
+        }
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) {
+        const int64_t at = output + W * v;
+        const Floats bias = call.bias ? load(call.bias + at) : spread(0.0f);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) store(call.y + (row + r) * call.n_out + at, sums[r][v] + bias);
+    }
+}
+
+// Multiplies x by weights in words of N inputs, [n_out / FLOAT_OUTPUTS, n_in / N, FLOAT_OUTPUTS].
+template <int N>
+void multiply_floats(const Call<float>& call, int n_thread) {
+    constexpr int ROWS = N == 1 ? 6 : 4;  // rows of a group, whose sums fill the registers of AVX2
+#pragma omp parallel num_threads(n_thread)
+    for (int64_t first = 0; first < call.n_row; first += PANEL) {
+        const int64_t last = std::min(first + PANEL, call.n_row), n_group = (last - first + ROWS - 1) / ROWS;
+        const int64_t per_group = (last - first + n_group - 1) / n_group;
+        const int64_t block_bytes = call.n_in * FLOAT_OUTPUTS * 4 / N, group_bytes = block_bytes / n_group;
+#pragma omp for schedule(static) nowait
+        for (int64_t output = 0; output < call.n_out; output += FLOAT_OUTPUTS) {
+            const char* next = call.weights + (output / FLOAT_OUTPUTS + 1) * block_bytes;  // each group prefetches a part
+            for (int64_t row = first; row < last; row += per_group, next += group_bytes)
+                with_rows<ROWS>(std::min(per_group, last - row), [&](auto size) {
+                    multiply_block<size, N>(call, row, output, {next, 4 * FLOAT_OUTPUTS / (int)n_group});
+                });
+        }
     }
 }
 
@@ -331,9 +395,13 @@ int multiply(int64_t storage, const Call<Number>& call, int n_thread) {
     if (storage == 8 && in_tiles) return multiply<InTiles<Int8Weights>>(call, n_thread), 0;
     if (storage == 8) return multiply<Int8Weights>(call, n_thread), 0;
     if (storage == 4) return multiply<Int4Weights>(call, n_thread), 0;
-    if (storage != 16) return 1;
-    if constexpr (sizeof(Number) == 2) return multiply<InTiles<Bfloat16Weights>>(call, n_thread), 0;
-    else return multiply<Bfloat16Weights>(call, n_thread), 0;
+    if constexpr (sizeof(Number) == 2) {
+        if (storage == 16) return multiply<InTiles<Bfloat16Weights>>(call, n_thread), 0;
+    } else {
+        if (storage == 16) return multiply_floats<2>(call, n_thread), 0;
+        if (storage == 32) return multiply_floats<1>(call, n_thread), 0;
+    }
+    return 1;
 }
 
 }  // namespace
@@ -343,7 +411,7 @@ int multiply(int64_t storage, const Call<Number>& call, int n_thread) {
 extern "C" const char* foretoken_refusal() { return amx::refusal(); }
 #endif
 
-// storage: bits of a weight, 16, 8 or 4; sizes: n_row, n_in (a multiple of 32), n_out (a multiple of 32), elements from
+// storage: bits of a weight, 32 (of x in float32), 16, 8 or 4; sizes: n_row, n_in (a multiple of 32), n_out (a multiple of 32), elements from
 // row to row of x. x and y are both bfloat16 or both float32. Returns 0 on success.
 extern "C" int foretoken_linear(int64_t storage, int64_t is_bfloat16, int64_t n_row, int64_t n_in, int64_t n_out,
                                 int64_t x_row, const void* x, const void* weights, const float* scales,

@@ -14,8 +14,7 @@ TYPICAL_ROWS = 32
 class PackedLinear(nn.Module):
     """`y = x W^T + b` for `weight [d_out, d_in]`, repacked. Equals nn.Linear up to rounding.
 
-    Weights in float32 that 16 bits hold are stored in 16 bits, and multiplied in float32. With both weights, chunks of
-    prompts run in oneDNN, and fewer rows in the project's kernel.
+    With both weights, chunks of prompts run in oneDNN, and fewer rows in the project's kernel.
     """
 
     kernel_weight: Tensor | None
@@ -25,14 +24,13 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         weight, self.d_out = weight.detach(), len(weight)
-        in_16_bits = _in_16_bits(weight)
-        in_cpp = in_16_bits is not None
+        kernel_weight = _packed(weight)
+        in_cpp = kernel_weight is not None
         in_onednn = not in_cpp or packs_twice(weight.device, weight.dtype)
         reorder = torch.ops.mkldnn._reorder_linear_weight
         bias_dtype = torch.float32 if in_cpp else weight.dtype
         bias = None if bias is None else bias.detach().to(bias_dtype, copy=True)
         onednn_weight = reorder(weight.contiguous(), TYPICAL_ROWS) if in_onednn else None
-        kernel_weight = None if in_16_bits is None else linear_cpp.pack_bfloat16(in_16_bits)
         self.register_buffer("kernel_weight", kernel_weight, persistent=False)
         self.register_buffer("onednn_weight", onednn_weight, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
@@ -40,7 +38,8 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if self.kernel_weight is not None and (self.onednn_weight is None or len(rows) < CHUNK):
-            return linear_cpp.linear(x, self.kernel_weight, 16, self.d_out, None, self.bias)
+            bits = 8 * self.kernel_weight.itemsize
+            return linear_cpp.linear(x, self.kernel_weight, bits, self.d_out, None, self.bias)
         kernel = type(self), self.d_out, self.bias is None
         return multiply_rows(self.multiply, rows, kernel).view(*x.shape[:-1], self.d_out)
 
@@ -50,11 +49,24 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise.default(x, self.onednn_weight, bias, "none", [], "")
 
 
-def _in_16_bits(weight: Tensor) -> Tensor | None:
-    """Return a weight in bfloat16 if the project's kernel is to multiply it, else None."""
-    if weight.dtype == torch.float32 and weight.device.type == "cpu" and linear_cpp.halves(weight.shape):
-        return linear_cpp.rounded_exactly(weight)
-    return weight if weight.dtype == torch.bfloat16 and linear_cpp.multiplies_best(weight) else None
+def _packed(weight: Tensor) -> Tensor | None:
+    """Return a weight packed for the project's kernel, or None if oneDNN is to multiply it.
+
+    Weights in float32 that 16 bits hold are stored in 16 bits, and multiplied in float32.
+    """
+    if weight.dtype == torch.float32 and weight.device.type == "cpu" and linear_cpp.multiplies_floats(weight.shape):
+        in_16_bits = _rounded_exactly(weight)
+        return linear_cpp.pack_words(weight if in_16_bits is None else in_16_bits, linear_cpp.FLOAT_BLOCK)
+    if weight.dtype == torch.bfloat16 and linear_cpp.multiplies_best(weight):
+        return linear_cpp.pack_words(weight)
+    return None
+
+
+def _rounded_exactly(weight: Tensor) -> Tensor | None:
+    """Return float32 weights in bfloat16; None if that rounds any of them."""
+    rounded = weight.bfloat16()
+    pieces = zip(weight.split(1024), rounded.split(1024), strict=True)  # a whole copy in float32 would be large
+    return rounded if all(torch.equal(piece, half.float()) for piece, half in pieces) else None
 
 
 class PackedExperts(nn.Module):
