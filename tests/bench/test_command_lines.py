@@ -114,17 +114,10 @@ def test_help_ends_well(program: str):
     assert ended.code == 0 and ended.out.startswith("usage:"), ended.err
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *ALONE,
-        "eagle:a/head",
-        "standalone:m.pth=full@5",
-        "suffix+markov+self=snapkv@heuristic",
-        "self@auto",
-        "self=auto@2",
-    ],
-)
+NAMES = (*ALONE, "eagle:a/head", "standalone:m.pth=full@5", "suffix+markov+self=snapkv@heuristic", "self=auto@2")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "self@auto"])
 def test_what_is_written_is_read_again(name: str) -> None:
     assert written(parse_draft(name)) == name
 

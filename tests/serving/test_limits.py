@@ -218,19 +218,11 @@ def test_other_names_lead_nowhere_without_a_key(served: Served):
         assert answer.status == 400 and host[:5] in answer.json["error"]["message"], host
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--api_key=",
-        "--port 99999",
-        "--prefill_tokens 0",
-        "--request_seconds nan",
-        "--data_parallel 2",
-        "--draft oracle",
-        "--text_drafts suffix --keep_answers 9 --no_prefix_reuse",
-        "--draft suffix --keep_answers -1",
-    ],
-)
+IMPOSSIBLE = ["--api_key=", "--port 99999", "--prefill_tokens 0", "--request_seconds nan", "--data_parallel 2"]
+IMPOSSIBLE += ["--draft oracle", "--text_drafts suffix --keep_answers 9 --no_prefix_reuse"]
+
+
+@pytest.mark.parametrize("words", [*IMPOSSIBLE, "--draft suffix --keep_answers -1"])
 def test_impossible_servers_are_refused(chat_checkpoint, words):
     flags = cli.read(Serve, [f"--model={chat_checkpoint}", *PLAIN.split(), *words.split()], prog="serving")
     with pytest.raises(ConfigError):

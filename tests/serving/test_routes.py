@@ -35,15 +35,11 @@ def test_every_event_says_where_its_token_came_from(served: Served):
         assert origins == sorted(origins, reverse=True) and origins.count(False) <= 1
 
 
-@pytest.mark.parametrize(
-    ("parameters", "samples"),
-    [
-        ({"temperature": 1.0, "top_p": 1.0}, False),
-        ({"do_sample": False, "temperature": 0.5}, False),
-        ({"do_sample": True}, True),
-        ({"top_k": 9}, True),
-    ],
-)
+SAMPLING = [({"temperature": 1.0, "top_p": 1.0}, False), ({"do_sample": False, "temperature": 0.5}, False)]
+SAMPLING += [({"do_sample": True}, True), ({"top_k": 9}, True)]
+
+
+@pytest.mark.parametrize(("parameters", "samples"), SAMPLING)
 def test_sampling_parameters_turn_sampling_on(served: Served, alone: Alone, parameters, samples):
     params = {"temperature": 1.0, "seed": 21} | {key: value for key, value in parameters.items() if key != "do_sample"}
     sampling = SamplingParams(**params) if samples else SamplingParams()

@@ -41,7 +41,7 @@ def latency(checkpoint: Path, books: Path, clock: Clock):
 @needs_int8
 def test_a_table_of_models_and_their_quantised_forms(latency) -> None:
     """Every draft is accepted: two rounds of four tokens after the first one, or eight of one."""
-    ended = latency("--draft_policy full --nb_prompts 3 --quantize int8 int4 int8", n_targets=2)
+    ended = latency("--draft_policy full --nb_prompts 1 --quantize int8 int4 int8", n_targets=2)
     rows = ended.record["rows"]
     ways = [(scheme, draft) for scheme in (None, "int8", "int4") for draft in (None, "self")]
     assert [(row["quantize"], row["draft"]) for row in rows] == ways * 2
@@ -52,7 +52,7 @@ def test_a_table_of_models_and_their_quantised_forms(latency) -> None:
         measured = (speculative["median_ms"], speculative["tokens_per_second"])
         assert measured == pytest.approx((ms_drafted, 1e3 / ms_drafted))
         assert (speculative["speedup"], speculative["acceptance_rate"]) == (2, 1)
-        assert len(speculative["ms_per_token"]) == 3
+        assert len(speculative["ms_per_token"]) == 1
     table = [line.split() for line in ended.lines if " self " in line]
     assert [cells[1] for cells in table] == ["float64", "int8", "int4"] * 2
     read = ["int4", "weights", "(100%),", "all", "entries"]
