@@ -68,7 +68,8 @@ class Decoder:
         assert controller is None or drafter is None, "a controller brings its drafters"
         self.prefill_seconds = self.draft_prefill_seconds = 0.0
         self._runner, self._controller = runner, controller or Fixed(drafter)
-        self._progress, self._phase = progress or Progress(), phase or (lambda name: nullcontext())
+        self._progress = Progress() if progress is None else progress  # which may be falsy, such as an empty list
+        self._phase = phase or (lambda name: nullcontext())
         self._prefill_tokens, self._reuses = prefill_tokens, reuses
         self._waiting, self._rows = deque[Request](), Rows(runner)
         # The row of the first waiting request, while its prompt is being prefilled.
@@ -229,7 +230,7 @@ class Decoder:
         if sibling is not None and tap is None:
             self._runner.copy_prompt(sibling, row)
         prefill = Prefill(self._runner, row, request.prompt, self._prefill_tokens, reuses, tap)
-        request.n_reused = prefill.n_reused
+        request.started, request.n_reused = time.perf_counter(), prefill.n_reused
         self._rows.begin(row, request.n_reused)
         # Drafters do not copy rows, and follow the last token of each prompt, from which heads begin.
         n_followed = min(request.n_reused, len(request.prompt) - 1) if reuses and sibling is None else 0
@@ -327,8 +328,7 @@ class Decoder:
         self._controller.observe(choice, [len(outcome.block) - 1 for (_, request), outcome in computed if request])
         seconds, drafted = time.perf_counter() - started, choice._replace(gamma=round_.n_drafts)
         self._progress.emitted(n_emitted := sum(row.emitted for row in rows))
-        self._progress.ended(stats := RoundStats(seconds, len(busy), n_emitted, drafted, tuple(rows)))
-        return stats
+        return RoundStats(seconds, len(busy), n_emitted, drafted, tuple(rows))
 
     def _logprobs(
         self, requests: Sequence[Request | None], blocks: Sequence[list[int]], logits: torch.Tensor

@@ -159,10 +159,10 @@ def test_bodies_that_are_no_json(strict: Served, path, data):
 
 
 def test_a_chat_template_that_refuses(served: Served, monkeypatch):
-    template = served.server.service.template
+    template = served.server.service.intake.template
     raising = _compiled("{{ raise_exception('roles must alternate') }}")
     refusing = type(template)(template.path, raising, {}, template.tokenizer)
-    monkeypatch.setattr(served.server.service, "template", refusing)
+    monkeypatch.setattr(served.server.service.intake, "template", refusing)
     assert refused_field(served, CHATS, CHAT) == "messages"
     served.until_idle()
 
