@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.errors import UserError, flag, refuse
 from engine.graphs import CapturedParts
-from engine.parallel.ranks import ALONE, ModelRanks, Ranks
+from engine.parallel.ranks import ALONE, Ranks
 from engine.prefix_store import PrefixStore
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
 from kv_cache.base import Prefilled
@@ -21,7 +21,7 @@ from kv_cache.entries import LARGEST
 from models import ModelConfig, Transformer
 from models.attention import MAX_BLOCK
 from models.llama import logits_dtype
-from models.tensor_parallel import vocab_widths
+from models.tensor_parallel import ModelRanks, vocab_widths
 
 Items = TypeVar("Items", list[Any], range)
 # Called after each chunk of a prompt with its first position and its hidden states `[n, dim]`.

@@ -89,7 +89,7 @@ def drop_kept_prompts(drafters: Iterable[Drafter]) -> None:
     for drafter in drafters:
         if isinstance(drafter, StandaloneDraft):
             drafter.keeps_prompts, drafter.kept = False, {}
-        drop_kept_prompts(getattr(drafter, "parts", ()))
+        drop_kept_prompts(drafter.parts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from models.kernels.pointwise import use_pointwise
 from models.kernels.pointwise_cpp import pointwise_for
 from models.kernels.quantize import Int8Linear, check_scheme, quantize_linears, quantized_linear
 from models.llama import Transformer, attention_spec, logits_dtype
-from models.tensor_parallel import WHOLE, Exchange, check_count, parallelise, shard_config, shard_tensor
+from models.tensor_parallel import WHOLE, ModelRanks, check_count, parallelise, shard_config, shard_tensor
 
 CONVERT = "convert_hf_checkpoint.py"
 Value = TypeVar("Value")
@@ -124,7 +124,7 @@ def load_model(
     config: ModelConfig | None = None,
     prepack: bool = True,
     layers: Sequence[int] | None = None,
-    exchange: Exchange | None = None,
+    exchange: ModelRanks | None = None,
     attention: str = "auto",
     quantize: str | None = None,
 ) -> Transformer:
