@@ -18,7 +18,8 @@ from engine.requests import Outcome, Progress, Request, VerifiedRow, check_promp
 from engine.round import Round, Rounds, first_token
 from engine.rows import Rows
 from engine.runner import ModelRunner, Prefill
-from engine.sampling.distribution import Logprob, SamplingParams, logprobs_of
+from engine.sampling.distribution import SamplingParams
+from engine.scores import score_prompt, scores_of
 from engine.stats import Counts, RoundStats, RowRound
 from engine.timing import synchronize
 from kv_cache import KVCache
@@ -26,7 +27,6 @@ from kv_cache.base import Prefilled
 
 Phase = Callable[[str], AbstractContextManager[object]]
 Reuse = Literal["prefixes", "prompts", "nothing"]
-SCORED = 128  # positions of a prompt whose logits `[n, V]` are in memory at a time, for its log-probabilities
 
 
 class Decoder:
@@ -224,7 +224,7 @@ class Decoder:
         siblings = (row for row, other in self._rows.busy() if group is not None and other.group == group)
         sibling = next(siblings, None)
         row = self._rows.place_for(request.prompt, reuses)
-        tap = None if request.prompt_logprobs is None else partial(self._score_prompt, request)
+        tap = None if request.prompt_logprobs is None else partial(score_prompt, self._runner, request)
         if self._reuses == "nothing" or tap is not None:
             self._runner.cache.prefilled.pop(row, None)
         if sibling is not None and tap is None:
@@ -247,24 +247,13 @@ class Decoder:
             self._sync.follow(drafter, [(row, request, n_held)], self._rounds.mode)
         return n_tokens
 
-    def _score_prompt(self, request: Request, start: int, hidden: torch.Tensor) -> None:
-        """Append log-probabilities of the prompt's tokens after positions `start` on, by `hidden [n, dim]`."""
-        assert request.prompt_logprobs is not None
-        del request.prompt_logprobs[start:]  # of a prefill that was interrupted
-        following = request.prompt[start + 1 : start + 1 + len(hidden)]
-        for first in range(0, len(following), SCORED):
-            tokens = following[first : first + SCORED]
-            logits = self._runner.model.logits(hidden[first : first + len(tokens)])
-            if self._runner.ranks.leads:
-                request.prompt_logprobs += logprobs_of([tokens], logits[None], [request.n_top])[0]
-
     def _start(self, row: int, request: Request, prefilled: Prefilled) -> None:
         """Emit the first token of a prompt that is in its row; the row is free again if that ends it."""
         tokens = list[int]()
         if prefilled.bad_position is None:
             mode = GREEDY if request.sampling.greedy else self._rounds.mode
             tokens = [first_token(self._runner, mode, request, prefilled.logits)][: request.limit]
-        (logprobs,) = self._logprobs([request], [tokens], prefilled.logits[None, None])
+        (logprobs,) = scores_of(self._runner, [request], [tokens], prefilled.logits[None, None])
         self._adding_to = [request]
         self._rows.requests[row] = self._waiting.popleft()
         request.emit(tokens)
@@ -330,20 +319,10 @@ class Decoder:
         self._progress.emitted(n_emitted := sum(row.emitted for row in rows))
         return RoundStats(seconds, len(busy), n_emitted, drafted, tuple(rows))
 
-    def _logprobs(
-        self, requests: Sequence[Request | None], blocks: Sequence[list[int]], logits: torch.Tensor
-    ) -> list[list[Logprob]]:
-        """Return log-probabilities of each request's block: on the leader, and for requests that want them."""
-        want = [request is not None and request.logprobs is not None for request in requests]
-        if not any(want) or not self._runner.ranks.leads:
-            return [[] for _ in requests]
-        wanted = [block if wants else [] for block, wants in zip(blocks, want, strict=True)]
-        return logprobs_of(wanted, logits, [request.n_top if request else 0 for request in requests])
-
     def _commit(self, drafter: int | None, outcomes: Sequence[Outcome], round_: Round) -> list[RowRound]:
         """Emit each computed row's block, and free the rows that are done; return each row's part in the round."""
         requests, blocks = [request for _, request in self._rows.computed], [outcome.block for outcome in outcomes]
-        rows, logprobs = list[RowRound](), self._logprobs(requests, blocks, round_.logits)
+        rows, logprobs = list[RowRound](), scores_of(self._runner, requests, blocks, round_.logits)
         is_observed = self._progress.observes and self._runner.ranks.leads and round_.n_drafts > 0
         p, q = round_.logprobs() if is_observed else (None, None)
         each = zip(self._rows.computed, outcomes, logprobs, strict=True)

@@ -17,7 +17,8 @@ from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError
 from models.checkpoints.reasoning import reasons_after
 from models.checkpoints.tool_calls import MARKS
 from serving.answers import TOO_LONG, invalid, require
-from serving.schemas import Calls, ChatCompletion, GenerationSpec, Prediction, joined
+from serving.chat_schemas import ChatCompletion, Prediction, joined
+from serving.schemas import Calls, GenerationSpec
 
 LONGEST_OPENING = 16  # tokens at the end of a prompt, among which it opens or closes reasoning
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]  # a text, token ids, or a conversation

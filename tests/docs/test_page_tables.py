@@ -10,6 +10,7 @@ from common.errors import DataError
 from reproduce import tables
 from reproduce.helpers.records import read_records, selected
 from serving import schemas
+from serving.chat_schemas import ChatCompletion
 from tests.support.programs import ROOT, run
 
 
@@ -63,7 +64,7 @@ def test_a_table_says_which_column_or_record_is_missing(tmp_path: Path):
 def test_the_page_of_the_server_names_every_field_of_requests():
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
     names = {*schemas.NEUTRAL}
-    for body in (schemas.Completion, schemas.ChatCompletion, schemas.Generate, schemas.Parameters):
+    for body in (schemas.Completion, ChatCompletion, schemas.Generate, schemas.Parameters):
         for name, field in body.model_fields.items():
             names |= {*getattr(field.validation_alias, "choices", [field.validation_alias or name])}
     assert not [name for name in names if f"`{name}`" not in page]

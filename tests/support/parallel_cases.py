@@ -18,7 +18,7 @@ from engine import ModelRunner, SamplingParams, SelfSpeculation
 from engine.controller import PLAIN, RoundChoice
 from engine.drafters import Drafter
 from engine.parallel.ranks import Ranks, model_ranks, start_ranks
-from engine.runner import RemoteRunner
+from engine.remote_runner import RemoteRunner
 from kv_cache import FullKVCache, KVCache
 from models import ModelConfig, load_model
 from models.checkpoints.loading import save_checkpoint
