@@ -126,18 +126,11 @@ class Decoder:
             refuse(f"prompt {request.index}", "another request", "its request", what, fix)
         request.finish_reason = "cancelled"
 
-    def swap_out(self, kept: KVCache) -> None:
-        """Copy the entries after the rows' prompts to another cache, so that another decoder can use the rows for the
-        same prompts. `kept` has room for the most tokens that a request may get."""
-        self._copy_answers(self._runner.cache, kept)
-
-    def swap_in(self, kept: KVCache) -> None:
-        """Undo `swap_out`. Tokens that the other decoder added lie ahead of every query until a round forgets them."""
-        self._copy_answers(kept, self._runner.cache)
-        synchronize(self._runner.device, self._runner.ranks.timeout)
-
     @torch.inference_mode()
-    def _copy_answers(self, source: KVCache, to: KVCache) -> None:
+    def copy_answers(self, source: KVCache, to: KVCache) -> None:
+        """Copy the entries after the rows' prompts to another cache, so that another decoder can use the rows for the
+        same prompts, or back. Tokens that it added lie ahead of every query until a round forgets them. A cache for
+        them has room for the most tokens that a request may get."""
         n_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # waiting for other threads takes longer than these small copies
         try:

@@ -14,7 +14,6 @@ from engine.drafters.hidden_states import HiddenStateBuffer
 from engine.drafters.schedules import Schedule
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
-from engine.stats import Counts
 from kv_cache import KVCache, WriteThroughKVCache
 
 
@@ -79,15 +78,6 @@ class Drafter(ABC):
         Row b uses the first `lengths[b]` columns. Narrower if the schedule cut all rows (never when captured). A draft
         model's tokens are what `verification.draw` gives for its logits.
         """
-
-    @property
-    def without_texts(self) -> "Drafter":
-        """This drafter, without drafts from text in front of its own."""
-        return self
-
-    def inner_counts(self) -> Counts | None:
-        """Return the acceptance counts of a draft of this draft since the last call; None without one."""
-        return None
 
     def rollback(self, batch: Batch) -> None:
         """Forget rejected drafts: the round has left `batch.lengths [B]` tokens in `batch.rows` of the target."""

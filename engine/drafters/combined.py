@@ -40,10 +40,6 @@ class Combined(HostDrafter):
         self._behind = dict[int, int]()
         self.skips_model, self._has_guesses = False, True  # captured rounds cannot branch, and keep these
 
-    @property
-    def without_texts(self) -> Drafter:
-        return self.model
-
     def continued(self, update: RowUpdate) -> Guess:
         guesses = [text.guessed(update) for text in self._texts]
         sure = [guess for guess in guesses if guess.tokens and guess.n_matched >= self._least_match]
