@@ -34,10 +34,8 @@ def test_a_draft_is_taken_apart_in_one_session(call) -> None:
     record, rows = ended.record, ended.record["rows"]
     reads = [(row["draft_dtype"], row["draft_budget"], row["draft_policy"]) for row in rows]
     whole = 60 + 20 + 3 + 1
-    assert reads == [
-        *(("float32", 20, "streaming"), ("float32", whole, "full")),
-        *(("float64", 20, "streaming"), ("float64", whole, "full")),
-    ]
+    cut, all_entries = (20, "streaming"), (whole, "full")
+    assert reads == [(dtype, *entries) for dtype in ("float32", "float64") for entries in (cut, all_entries)]
     assert all(row["identical_sequences"] == 4 for row in rows)
     names = "acceptance_rate", "acceptance_standard_error", "speedup", "speedup_standard_error", "verified"
     assert {name: record[name] for name in names} == {name: rows[0][name] for name in names}

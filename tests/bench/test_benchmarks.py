@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from models.checkpoints.loading import read_checkpoint, save_checkpoint
+from models.checkpoints.tokenizer import load_tokenizer
 from tests.support.programs import ROOT, run
-from tests.support.rank_jobs import copy_edited
 
 BASELINE, SELFSPEC, LONGSPEC = (f"tests/{name}_benchmark.py" for name in ("baseline", "selfspec", "longspec"))
 PREFIX_LEN, GEN_LEN, GAMMA = 60, 12, 3
@@ -181,38 +181,14 @@ def test_a_full_disk_loses_nothing_of_a_run(call, tmp_path: Path, monkeypatch: p
         assert len(re.findall(f"^{kind}: a record could not be appended", ended.err, re.MULTILINE)) == 1
 
 
-def break_token(folder: Path, character: str) -> None:
-    """NaN in the embedding of one character: the prompts that have it go bad where they have it."""
-    config, weights = read_checkpoint(folder)
-    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
-    embeddings = weights["tok_embeddings.weight"].clone()
-    embeddings[vocabulary[character]] = math.nan
-    (folder / "manifest.json").unlink()
-    save_checkpoint(folder / "model.pth", config, {**weights, "tok_embeddings.weight": embeddings})
-
-
-def test_logits_that_are_no_numbers_are_an_error(
-    call, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model makes NaN of finite weights; nothing is written."""
+def test_logits_that_are_no_numbers_are_an_error(call, checkpoint: Path, tmp_path: Path, monkeypatch) -> None:
+    """Prompts go bad where they have a character whose embedding is NaN; nothing is written."""
     monkeypatch.setattr("models.checkpoints.loading.require_finite", lambda *given: None)
-    broken, output = tmp_path / "checkpoint", tmp_path / "results.jsonl"
-    shutil.copytree(checkpoint, broken)
-    break_token(broken, "1")
+    broken, output = shutil.copytree(checkpoint, tmp_path / "checkpoint"), tmp_path / "results.jsonl"
+    config, weights = read_checkpoint(broken)
+    weights["tok_embeddings.weight"][load_tokenizer(broken).encode("1", add_bos=False)] = math.nan
+    (broken / "manifest.json").unlink()
+    save_checkpoint(broken / "model.pth", config, weights)
     message = call(SELFSPEC, f"{SIZES} {DRAFT} --model {broken} --output {output}").refusal
     assert "baseline" in message and not output.exists()
     assert "row 1: logits at position 1" in message
-
-
-def test_a_text_whose_tokenizer_has_one_id_too_many_is_refused(call, checkpoint: Path, tmp_path: Path) -> None:
-    def renumbered(content: dict[str, Any]) -> dict[str, Any]:
-        content["model"]["vocab"]["1"] = len(content["model"]["vocab"])
-        return content
-
-    copy_edited(checkpoint, tmp_path / "larger", "tokenizer.json", renumbered)
-    assert "not this model's" in call(BASELINE, f"{SIZES} --model {tmp_path / 'larger'}").refusal
-
-
-def test_the_default_model_is_asked_for_by_name(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.checkpoints.model_source.DEFAULT_CHECKPOINT", tmp_path / "default")
-    assert "make demo" in call(BASELINE, f"--model {tmp_path / 'default' / 'model.pth'}").refusal

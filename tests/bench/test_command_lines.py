@@ -10,7 +10,7 @@ from tyro.conf import UseAppendAction, arg
 from bench.draft_flags import DraftFlags
 from bench.draft_names import ALONE, drafts_of, parse_draft, written
 from common.cli import read
-from common.errors import ConfigError, UserError, flag
+from common.errors import ConfigError
 from engine.drafters.combined import Hybrid
 from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.suffix import SuffixConfig
@@ -49,6 +49,8 @@ def test_flags_are_the_fields_however_deep():
     assert read(Flags, ["--model", "m"]) == Flags("m")
     given = read(Flags, ["--gammas", "1", "2", "--model=m", "--compile", "--draft", "ngram"])
     assert given == Flags("m", inner=Inner((1, 2), True, "ngram"))
+    given = read(Flags, ["--model", "m", "--axis=a=1", "--axis", "a=2", "--gammas", "2", "2", "--old-budget=3"])
+    assert given == Flags("m", axis=("a=1", "a=2"), inner=Inner((2, 2), budget=3)), "what is no flag may be repeated"
 
 
 def test_a_missing_flag_and_an_unknown_choice_are_refused_by_name():
@@ -57,9 +59,6 @@ def test_a_missing_flag_and_an_unknown_choice_are_refused_by_name():
         assert choice in refused("--model", "m", "--draft", choice)
     choices = re.search(r"required: (.*)", refused("--model", "m", "--draft", "ngrm"))
     assert choices and choices[1] == "ngram, self"
-
-
-def test_usual_names_of_dtypes_lead_to_the_names_here():
     for seen, meant in {"bf16": "bfloat16", "half": "float16", "fp32": "float32"}.items():
         error = refused("--model", "m", "--dtype", seen)
         assert error.endswith(f" {meant}") and "auto, bfloat16, float16, float32, float64" in error
@@ -69,11 +68,6 @@ def test_usual_names_of_dtypes_lead_to_the_names_here():
 def test_a_flag_that_is_given_twice_is_refused(words: str):
     refusal = refused("--model", "m", *words.split())
     assert all(word.partition("=")[0] in refusal for word in words.split() if word.startswith("--"))
-
-
-def test_what_is_no_flag_may_be_repeated():
-    given = read(Flags, ["--model", "m", "--axis=a=1", "--axis", "a=2", "--gammas", "2", "2", "--old-budget=3"])
-    assert given == Flags("m", axis=("a=1", "a=2"), inner=Inner((2, 2), budget=3))
 
 
 @pytest.mark.parametrize(
@@ -91,13 +85,6 @@ def test_a_draft_flag_without_effect_is_a_note(flags: str, useless: list[str], c
     said = capsys.readouterr().err
     assert said.startswith("note: ") == bool(useless) and len(said.splitlines()) <= 1
     assert sorted(re.findall(r"--\w+", said)) == sorted(useless)
-
-
-def test_errors_call_fields_as_the_program_does():
-    error = UserError(f"{flag('target')}, (--model)", where=flag("model"), seen=1, required=2, fix=flag("gamma"))
-    lines = error.with_flags({"target": "--model", "model": "--draft_model"}).splitlines()
-    assert lines == ["--model, (--model)", *lines[1:]] and "where:    --draft_model" in lines[1]
-    assert lines[-1].endswith(" --gamma") and str(error).startswith("--target, ")
 
 
 def test_a_token_is_not_repeated():
@@ -127,17 +114,10 @@ def test_help_ends_well(program: str):
     assert ended.code == 0 and ended.out.startswith("usage:"), ended.err
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *ALONE,
-        "eagle:a/head",
-        "standalone:m.pth=full@5",
-        "suffix+markov+self=snapkv@heuristic",
-        "self@auto",
-        "self=auto@2",
-    ],
-)
+NAMES = (*ALONE, "eagle:a/head", "standalone:m.pth=full@5", "suffix+markov+self=snapkv@heuristic", "self=auto@2")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "self@auto"])
 def test_what_is_written_is_read_again(name: str) -> None:
     assert written(parse_draft(name)) == name
 

@@ -46,8 +46,7 @@ def write_books(folder: Path, kind: str) -> Path:
             (folder / f"{name}.txt").write_text(book, encoding="utf-8")
         (folder / "notes.md").write_text("not a book")
     elif kind == "jsonl":
-        lines = [json.dumps({"title": "t", "text": book}) for book in BOOKS]
-        path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+        jsonl(path, [{"title": "t", "text": book} for book in BOOKS])
     elif kind == "parquet folder":
         write_pg19(folder / "test-00000-of-00002.parquet", BOOKS[:2], row_group_size=1)
         write_pg19(folder / "test-00001-of-00002.parquet", BOOKS[2:])
@@ -75,22 +74,12 @@ def test_a_single_txt_file_and_the_default_book_without_a_byte_order_mark(tmp_pa
     assert list(load_books("default")) == list(load_books(str(book))) == [BOOKS[0]]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "load_format", "n_tokens", "resolved"),
-    [
-        ("auto", "pth", 100, "default"),
-        ("auto", "pth", 101, "pg19"),
-        ("pg19", "pth", 1, "pg19"),
-        ("books.txt", "pth", 1000, "books.txt"),
-        ("auto", "dummy", 1, None),
-    ],
-)
-def test_any_model_reads_the_built_in_book_unless_it_is_short(
-    tmp_path, monkeypatch, wanted, load_format, n_tokens, resolved
-):
+def test_any_model_reads_the_built_in_book_unless_it_is_short(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "DEFAULT_BOOK", tmp_path / "book.txt")
     (tmp_path / "book.txt").write_text("one" * 100)
-    assert resolve_dataset(wanted, ModelSource(str(tmp_path), load_format, TINY, "its name"), n_tokens) == resolved
+    for name, n, resolved in (("auto", 100, "default"), ("auto", 101, "pg19"), ("pg19", 1, "pg19"), ("b", 9, "b")):
+        assert resolve_dataset(name, ModelSource(str(tmp_path), "pth", TINY, "its name"), n) == resolved
+    assert resolve_dataset("auto", ModelSource(str(tmp_path), "dummy", TINY, "its name"), 1) is None
 
 
 def test_pg19_is_found_in_the_hub_cache_without_a_network(tmp_path, monkeypatch):
@@ -142,10 +131,8 @@ def test_prompts_are_the_first_stretch_of_every_book_then_the_second(books, n_pr
         assert prompts_of(books, n_prompts, length + has_bos, bos) == wanted
 
 
-SPEC_BENCH = [
-    {"question_id": 81, "category": "writing", "turns": ["Write a letter.", "Shorter."], "reference": ["no", "yes"]},
-    {"question_id": 241, "category": "qa", "turns": ["Who?"]},
-]
+SPEC_BENCH = [{"question_id": 81, "category": "writing", "turns": ["Write a letter.", "Shorter."], "reference": ["no"]}]
+SPEC_BENCH += [{"question_id": 241, "category": "qa", "turns": ["Who?"]}]
 SPEED = {"question_id": "a", "category": "rag", "sub_category": "s", "turns": ["One.", "Two."], "source": "x"}
 SPEED |= {"src_id": "7", "difficulty": "easy", "multiturn": True}
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
@@ -163,18 +150,12 @@ def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_spec_bench_keeps_all_turns(tmp_path: Path) -> None:
-    found = load_prompts(str(jsonl(tmp_path / "question.jsonl", SPEC_BENCH)))
-    assert found == [Prompt("81", "writing", ("Write a letter.", "Shorter.")), Prompt("241", "qa", ("Who?",))]
-
-
-def test_longbench_asks_behind_its_context(tmp_path: Path) -> None:
-    rows = [
-        {"_id": "x1", "dataset": "hotpotqa", "context": "A text.", "input": "Whose?", "answers": ["his"], "length": 2},
-        {"dataset": "gov_report", "context": "A report.", "input": "", "answers": [], "length": 2},
-    ]
-    found = load_prompts(str(jsonl(tmp_path / "tasks.jsonl", rows)))
-    assert found == [Prompt("x1", "hotpotqa", ("A text.\n\nWhose?",)), Prompt("3", "gov_report", ("A report.",))]
+def test_spec_bench_keeps_all_turns_and_longbench_asks_behind_its_context(tmp_path: Path) -> None:
+    asked = {"_id": "x1", "dataset": "hotpotqa", "context": "A text.", "input": "Whose?", "answers": ["his"]}
+    rows = [*SPEC_BENCH, asked, {"dataset": "gov_report", "context": "A report.", "input": ""}]
+    found = load_prompts(str(jsonl(tmp_path / "rows.jsonl", rows)))
+    assert found[:2] == [Prompt("81", "writing", ("Write a letter.", "Shorter.")), Prompt("241", "qa", ("Who?",))]
+    assert found[2:] == [Prompt("x1", "hotpotqa", ("A text.\n\nWhose?",)), Prompt("7", "gov_report", ("A report.",))]
 
 
 def test_speed_bench_leaves_out_placeholders_and_says_how_many(tmp_path: Path, capsys) -> None:

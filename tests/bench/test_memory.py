@@ -1,7 +1,6 @@
 """The memory plan: equal to the bytes of weights and caches, and exact about the largest batch."""
 
 import math
-import os
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from models import ModelConfig, load_model
 from models.kernels.packed_linear import PackedLinear
 from models.storage import model_bytes
 from tests.support.machine import needs_int8
-from tests.support.programs import in_child
+from tests.support.programs import in_fork
 from tests.support.tiny import TINY
 
 WIDE = replace(TINY, dim=512, n_head=8, n_kv_head=2, head_dim=64, ffn_dim=768, vocab_size=1024)
@@ -108,13 +107,12 @@ def test_a_limit_of_the_process_counts(limit: str, checkpoint: Path) -> None:
     """As `ulimit -v` and `ulimit -d` set it: half a gibibyte more than what imports took."""
     config = RunConfig(Target(str(checkpoint), device="cpu"), sizes=Sizes(B=2, gen_len=8))
 
-    def opens_what_fits() -> int:
+    def opens_what_fits() -> None:
         used = psutil.Process().memory_info()
         size = {"AS": used.vms, "DATA": used.data}[limit]
         resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (size + 2**29, resource.RLIM_INFINITY))
         with pytest.raises(OutOfMemoryError):
             Session.open(replace(config, sizes=Sizes(B=20_000, gen_len=8)), [[1] * 200] * 20_000)
         Session.open(config, [[1] * 200] * 2)
-        return 0
 
-    assert os.waitpid(in_child(opens_what_fits), 0)[1] == 0
+    assert (ended := in_fork(opens_what_fits)).code == 0, ended.err

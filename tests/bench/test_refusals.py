@@ -14,12 +14,9 @@ BASELINE, LONGSPEC, SELFSPEC = (f"tests/{name}_benchmark.py" for name in ("basel
 COMPARE, EVAL, LATENCY, SERVE = (f"foretoken.py {name}" for name in ("compare", "eval", "latency", "serve"))
 SIZES = {"--dataset": "books", "--B": "2", "--prefix_len": "60", "--gen_len": "12", "--device": "cpu"}
 # Flags of each program that a case leaves out.
-USUAL = {
-    BASELINE: {"--model": "checkpoint", **SIZES},
-    SELFSPEC: {"--model": "checkpoint", **SIZES},
-    LONGSPEC: {"--target": "checkpoint", "--model": "checkpoint", **SIZES},
-    LATENCY: {"--dataset": "books", "--device": "cpu"},
-}
+USUAL = {program: {"--model": "checkpoint", **SIZES} for program in (BASELINE, SELFSPEC)}
+USUAL[LONGSPEC] = {"--target": "checkpoint", "--model": "checkpoint", **SIZES}
+USUAL[LATENCY] = {"--dataset": "books", "--device": "cpu"}
 # Program, flags, kind of error, and a word of the line that says where the error is.
 REFUSALS = [
     ("download.py", "--repo_id org/name --out_dir fetched", CheckpointError, "org/name"),
@@ -35,6 +32,7 @@ REFUSALS = [
     (BASELINE, "--output missing/folder/out.jsonl", ConfigError, "--output"),
     (BASELINE, "--model nowhere/model.pth", CheckpointError, "--model"),
     (BASELINE, "--model wordless", CheckpointError, "wordless"),
+    (BASELINE, "--model more_words", CheckpointError, "more_words"),
     (SELFSPEC, "--draft_budget 4", ConfigError, "--draft_budget"),
     (SELFSPEC, "--draft_of_draft streaming --draft_budget 64", ConfigError, "--draft_budget"),
     (SELFSPEC, "--draft standalone", ConfigError, "--draft"),
@@ -57,13 +55,14 @@ def folder(checkpoint: Path, books: Path, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("refusals")
     shutil.copytree(books, folder / "books")
     (folder / "latin.txt").write_bytes("café".encode("latin-1"))
-    for name in ("checkpoint", "wordless", "other_words"):
+    for name in ("checkpoint", "wordless", "other_words", "more_words"):
         shutil.copytree(checkpoint, folder / name)
     (folder / "wordless" / "tokenizer.json").unlink()
-    (folder / "other_words" / "manifest.json").unlink()
-    tokenizer = json.loads((folder / "other_words" / "tokenizer.json").read_text())
-    tokenizer["model"]["vocab"] |= {"a": 66, "b": 65}
-    (folder / "other_words" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for name, words in (("other_words", {"a": 66, "b": 65}), ("more_words", {"1": 257})):
+        (folder / name / "manifest.json").unlink()
+        tokenizer = json.loads((folder / name / "tokenizer.json").read_text())
+        tokenizer["model"]["vocab"] |= words
+        (folder / name / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
 
 
@@ -73,9 +72,7 @@ def words_of(program: str, flags: str) -> list[str]:
 
 
 @pytest.mark.parametrize("program,flags,kind,where", REFUSALS, ids=[f"{each[0]} {each[1]}" for each in REFUSALS])
-def test_bad_input_is_refused(
-    program: str, flags: str, kind: type[UserError], where: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_refused(program: str, flags: str, kind: type[UserError], where: str, folder: Path, monkeypatch):
     monkeypatch.chdir(folder)
     files, unreachable = sorted(folder.rglob("*")), OSError("no network")
     with (
@@ -91,9 +88,7 @@ def test_bad_input_is_refused(
 
 
 @pytest.mark.parametrize("n_ranks,flags,where", [(3, "", "--rank_group"), (4, "--data_parallel 3", "--data_parallel")])
-def test_ranks_that_cannot_share_the_model_are_refused(
-    n_ranks: int, flags: str, where: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_cannot_share_the_model_are_refused(n_ranks: int, flags: str, where: str, folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("WORLD_SIZE", f"{n_ranks}")
     assert where in run(BASELINE, words_of(BASELINE, flags)).refusal

@@ -103,10 +103,8 @@ def test_a_plan_has_the_drafts_scheme(flag: str, quantize: str | None, checkpoin
 
 
 COMMON = "--load_format dummy --dtype float64 --B 2 --num_prompts 3 --prefix_len 40 --gen_len 10 --device cpu"
-CONFIG = LlamaConfig(
-    **SHAPE | {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 256},
-    architectures=["LlamaForCausalLM"],
-)
+WIDE = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 256}
+CONFIG = LlamaConfig(**SHAPE | WIDE, architectures=["LlamaForCausalLM"])
 DRAFT = "--gamma 3 --streamingllm_budget 24"
 
 
@@ -138,17 +136,15 @@ def test_a_quantised_draft_changes_no_token(run):
 
 
 @needs_int8
-@pytest.mark.parametrize(
-    ("script", "flags", "draft_weights"),
-    [
-        ("selfspec", "--quantize int8 --kv_dtype fp8", "int8"),
-        ("selfspec", "--quantize int4", "int4"),
-        ("longspec", "--quantize int4 --draft_weights int8", "int8"),
-    ],
-)
-def test_speculation_with_a_quantised_target_emits_its_plain_text(run, script: str, flags: str, draft_weights: str):
+def test_speculation_with_a_quantised_target_emits_its_plain_text(run):
     """The draft `same` has the target's quantised weights."""
-    plain, record = run("baseline", ""), run(script, f"{DRAFT} {flags}")
-    assert record["identical_sequences"] == 3 and record["tokens_sha256"] != plain["tokens_sha256"]
-    assert (record["kv_dtype"] == plain["kv_dtype"]) == ("--kv_dtype" not in flags)
-    assert record["quantize"] in flags and record["draft_weights"] == draft_weights
+    plain = run("baseline", "")
+    for script, flags, draft_weights in (
+        ("selfspec", "--quantize int8 --kv_dtype fp8", "int8"),
+        ("longspec", "--quantize int4 --draft_weights int8", "int8"),
+        ("selfspec", "--quantize int4", "int4"),
+    ):
+        record = run(script, f"{DRAFT} {flags}")
+        assert record["identical_sequences"] == 3 and record["tokens_sha256"] != plain["tokens_sha256"]
+        assert (record["kv_dtype"] == plain["kv_dtype"]) == ("--kv_dtype" not in flags)
+        assert record["quantize"] in flags and record["draft_weights"] == draft_weights

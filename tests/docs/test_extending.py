@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import ROOT, Ended, python
+from tests.support.programs import ROOT, Ended, afresh
 
 FUTURE, TABLE = "from __future__ import annotations\n\n", "POLICIES = {\n"
 ROOMS = ("common", "kv_cache", "models", "engine", "bench", "cost_model", "terminal", "serving", "reproduce", "tests")
@@ -17,7 +17,7 @@ FILES = "kv_cache/key_norm.py", "kv_cache/value_norm.py", "kv_cache/late_key_nor
 NAMED = "again+self=key_norm"
 OPTIONS = ["--draft_options", "norm_order=1", "period=2", "--snapkv_window", "8", "--text_match", "2"]
 MATRIX = ["-q", "-k", "key_norm or reference[0]", "tests/kv_cache/test_policies.py", "tests/engine/test_witness.py"]
-# Runs programs one after another in a process of the copy, opens a server's session, and runs tests.
+# Runs programs one after another in the copy, opens a server's session, and runs tests.
 PROGRAMS = """
 import json, sys
 import pytest
@@ -59,20 +59,18 @@ def test_they_run_in_every_program(extended: Path, checkpoint: Path, books: Path
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
     model, prompts, sizes = f"{checkpoint}/model.pth", ["--prompts", str(tmp_path)], ["--draft_budget", "24", *OPTIONS]
-    exact = ["--B", "2", "--gen_len", "16", "--dtype", "float64", "--draft_dtype", "same"]
+    exact = ["--B", "2", "--gen_len", "10", "--dtype", "float64", "--draft_dtype", "same"]
     drafts = ("again", "self=key_norm", "self=value_norm", "self=late_key_norm", "self=key_norm@auto")
     auto = {drafts[-1]: ["--auto_drafts", "again"]}
-    commands = [
-        ("tests/selfspec_benchmark.py", ["--model", model, "--draft", draft, *prompts, *exact, *auto.get(draft, [])])
-        for draft in drafts
-    ]
-    text, drafters = ["--dataset", str(books), "--gen_len", "12"], ["--drafters", NAMED, "self=key_norm"]
+    how = ["--model", model, *prompts, *exact]
+    commands = [("tests/selfspec_benchmark.py", [*how, "--draft", draft, *auto.get(draft, [])]) for draft in drafts]
+    text, drafters = ["--dataset", str(books), "--gen_len", "8"], ["--drafters", NAMED, "self=key_norm"]
     contexts = ["--texts", "greedy", "book", "--contexts", "60", "--B", "2"]
     commands.append(("reproduce/compare.py", ["--model", model, *text, *drafters, *contexts]))
     commands.append(("foretoken.py latency", [model, "--draft", NAMED, *text, "--length", "60", "--nb_prompts", "2"]))
     serves = ["--model", model, "--draft", NAMED, "--max_length", "200", "--gamma", "2", *sizes]
     given = json.dumps([*((program, [*words, *sizes]) for program, words in commands), serves, MATRIX])
-    said = python("-c", PROGRAMS, given, cwd=extended, WITNESS_SCENARIOS="64")
+    said = afresh(PROGRAMS, given, folder=extended, WITNESS_SCENARIOS="64")
     assert said.code == 0, said.out + said.err
     ended = [Ended(**each) for each in json.loads(said.out.splitlines()[-1])]
     assert all(each.code == 0 for each in ended), ended

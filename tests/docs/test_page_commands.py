@@ -13,7 +13,7 @@ from bench.config import DEFAULT_MODEL
 from common import cli
 from common.exit import exit_on_user_error
 from models.checkpoints import model_source
-from tests.support.programs import COST_MODEL, ROOT, python, run
+from tests.support.programs import COST_MODEL, ROOT, afresh, run
 
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), ROOT / "reproduce/README.md"]
 OF_PAGES = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -45,10 +45,8 @@ def test_links_lead_to_files_and_files_that_are_named_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
     named = [name for name in re.findall(rf"`((?:{ROOMS})/[\w/]+\.\w+)`", text) if "/results/" not in name]
-    missing = [
-        path for path in (*(page.parent / link for link in links), *map(ROOT.joinpath, named)) if not path.exists()
-    ]
-    assert not missing
+    paths = [*(page.parent / link for link in links), *map(ROOT.joinpath, named)]
+    assert not [path for path in paths if not path.exists()]
 
 
 def program_of(words: list[str]) -> tuple[str, list[str]] | None:
@@ -84,9 +82,7 @@ def test_programs_take_the_flags_of_a_pages_commands(page: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/speculation.md"])
-def test_a_pages_python_runs(
-    page: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pages_python_runs(page: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """With a tiny model in the place of the built-in one; `test_extending.py` runs the code of another page."""
     find = model_source.find_model
 
@@ -117,5 +113,5 @@ from engine import ModelRunner, SelfSpeculation, StandaloneDraft, SamplingParams
 
 
 def test_programs_run_from_another_directory_without_optional_packages(tmp_path):
-    ended = python("-c", PROGRAM, ROOT / "tests/selfspec_benchmark.py", cwd=tmp_path)
+    ended = afresh(PROGRAM, ROOT / "tests/selfspec_benchmark.py", folder=tmp_path)
     assert ended.code == 0 and ended.out.startswith("usage:"), ended.err

@@ -9,9 +9,7 @@ import pytest
 from common.errors import DataError
 from reproduce import tables
 from reproduce.helpers.records import read_records, selected
-from serving import schemas
-from serving.chat_schemas import ChatCompletion
-from tests.support.programs import ROOT, run
+from tests.support.programs import run
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
@@ -20,16 +18,6 @@ def test_the_tables_of_a_page_are_what_the_records_say(page: Path):
     assert tables.filled(page) == text
     outside = tables.PLACE.sub("", text)
     assert not re.search(r"^\|.*\d\.\d", outside, re.MULTILINE), "a table of numbers is made of records"
-
-
-def test_every_table_whose_records_are_there_is_on_a_page():
-    named = [place[1] for page in tables.PAGES for place in tables.PLACE.findall(page.read_text(encoding="utf-8"))]
-    recorded = {
-        name
-        for name, table in tables.TABLES.items()
-        if "file" not in table or (tables.RESULTS / table["file"]).exists()
-    }
-    assert len(named) == len({*named}) and recorded == {*named}
 
 
 def test_records_of_sweeps_are_read_and_others_refused(tmp_path: Path):
@@ -52,22 +40,6 @@ def test_rows_are_selected_by_conditions():
     for condition, message in (("text=passkey", "book, sampled"), ("txt=book", "no such column")):
         with pytest.raises(DataError, match=message):
             selected(rows, [condition])
-
-
-def test_a_table_says_which_column_or_record_is_missing(tmp_path: Path):
-    file, lacking = tmp_path / "other.jsonl", {"lengths": "no column 'speedup'", "policies": "prefix_len of 60"}
-    file.write_text('{"prefix_len": 60}\n')
-    for name, said in lacking.items():
-        assert said in run("reproduce/tables.py", [name, str(file)]).refusal
-
-
-def test_the_page_of_the_server_names_every_field_of_requests():
-    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
-    names = {*schemas.NEUTRAL}
-    for body in (schemas.Completion, ChatCompletion, schemas.Generate, schemas.Parameters):
-        for name, field in body.model_fields.items():
-            names |= {*getattr(field.validation_alias, "choices", [field.validation_alias or name])}
-    assert not [name for name in names if f"`{name}`" not in page]
 
 
 def test_a_table_of_other_records_has_the_published_number_beside_them(tmp_path: Path):

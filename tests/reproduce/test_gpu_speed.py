@@ -10,8 +10,7 @@ from bench.session import Session
 from reproduce import gpu_speed
 from tests.support.programs import run
 
-SMALL = "--load_format dummy --model_name JackFram/llama-68m --B 2 --prefix_len 40 --gen_len 8 --draft_budget 24"
-SAMPLED = f"{SMALL} --benchmark --temperature 0.6 --verification coupled"
+SAMPLED = "--B 2 --prefix_len 40 --gen_len 8 --draft_budget 24 --benchmark --temperature 0.6 --verification coupled"
 QUICK = {
     "torch": {"measure": "attention", "backend": "torch", "shapes": [[9, 3, 64, 2, 200]]},
     "failing": {"measure": "linears", "shapes": [[0]], "rows": [16]},
@@ -21,9 +20,9 @@ QUICK = {
 }
 
 
-def test_small_sizes_run_on_the_cpu(tmp_path, monkeypatch):
+def test_small_sizes_run_on_the_cpu(checkpoint, tmp_path, monkeypatch):
     """A cell that fails is recorded, and leaves the others."""
-    monkeypatch.setattr(gpu_speed, "ROUNDS", "")
+    monkeypatch.setattr(gpu_speed, "ROUNDS", f"--load_format dummy --model {checkpoint}")
     cells, output = {name: gpu_speed.cell_of(**table) for name, table in QUICK.items()}, tmp_path / "gpu.jsonl"
     assert gpu_speed.measure(cells, "cpu", str(output)) == 1
     records = {line["cell"]: line for line in map(json.loads, output.read_text().splitlines())}

@@ -2,12 +2,17 @@
 
 import asyncio
 import json
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from reproduce.serve_load import Answer, Endpoint, Phase, failed, load, summary
-from tests.support.programs import Ended, run
+from common import cli
+from reproduce import serve_load
+from reproduce.serve_load import Answer, Endpoint, Flags, Phase, failed, load, summary
+from tests.support.programs import FORK, run
 from tests.support.serving_cases import FLAGS, Served
 
 
@@ -15,11 +20,8 @@ def counts(*numbers: int) -> dict[str, int]:
     return dict(zip(("prompt_n", "cache_n", "predicted_n", "rounds", "drafted", "accepted"), numbers, strict=True))
 
 
-COUNTERS = {
-    "foretoken_decode_tokens_total": 14.0,
-    "foretoken_round_seconds_total": 2.0,
-    "foretoken_between_seconds_total": 0.5,
-}
+COUNTERS = {f"foretoken_{name}_total": n for name, n in (("decode_tokens", 14.0), ("round_seconds", 2.0))}
+COUNTERS |= {"foretoken_between_seconds_total": 0.5}
 LONG = Answer(1.0, [2.0, 4.0, 5.0], 10, "long", counts(6, 2, 10, 4, 12, 5))
 BRIEF = Answer(0.0, [4.0], 1, "brief", counts(3, 0, 1, 0, 0, 0))
 LATE = Answer(3.0, [4.0, 4.5], 3, "late", counts(2, 9, 3, 1, 3, 1))
@@ -39,26 +41,27 @@ def test_rates_and_percentiles_are_of_all_phases_requests():
     assert found["between_share"] == 0.2
 
 
-@pytest.fixture
-def measured(chat_checkpoint: Path, tmp_path: Path):
-    """Runs the program on a text whose stretches are unlike each other, with a server of its own."""
-    (tmp_path / "book.txt").write_text("".join(chr(33 + (7 * i + i // 90) % 90) for i in range(1200)))
-
-    def call(flags: str) -> Ended:
-        given = iter(f"--model {chat_checkpoint} {FLAGS} --device cpu".split())
-        server = [f"{name.removeprefix('--')}={value}" for name, value in zip(given, given, strict=True)]
-        words = f"--dataset {tmp_path / 'book.txt'} --shortest 20 --longest 60 {flags}".split()
-        return run("reproduce/serve_load.py", [*words, "--server", *server])
-
-    return call
+@contextmanager
+def forked(command: list[str], **how: Any) -> Iterator[Any]:
+    """Stand in for `subprocess.Popen`: a new process would import PyTorch anew."""
+    process = FORK.Process(target=run, args=(command[1], command[2:]))
+    process.start()
+    yield SimpleNamespace(poll=lambda: process.exitcode, terminate=process.terminate)
+    process.join()
 
 
-def test_a_load_is_recorded_with_what_rounds_did(measured, served: Served, tmp_path: Path):
+def test_a_load_is_recorded_with_what_rounds_did(chat_checkpoint, served: Served, tmp_path, monkeypatch, capsys):
     """Speculation answers as plain rounds do, and as another server with the same model: arithmetic is exact."""
-    out, peer = tmp_path / "out.jsonl", f"--peer {served.url} --peer_name other"
-    ended = measured(f"--clients 1 3 --requests 2 --repeats 1 --gen_len 20 {peer} --output {out}")
-    record = ended.record
-    assert json.loads(out.read_text()) == record and "git_commit" in record
+    monkeypatch.setattr(serve_load, "subprocess", SimpleNamespace(Popen=forked, DEVNULL=None))
+    book, out = tmp_path / "book.txt", tmp_path / "out.jsonl"
+    book.write_text("".join(chr(33 + (7 * i + i // 90) % 90) for i in range(1200)))  # no stretch is like another
+    given = iter(f"--model {chat_checkpoint} {FLAGS} --device cpu".split())
+    server = [f"{name.removeprefix('--')}={value}" for name, value in zip(given, given, strict=True)]
+    words = f"--dataset {book} --shortest 20 --longest 60 --clients 1 3 --requests 2 --repeats 1 --gen_len 12"
+    words += f" --peer {served.url} --peer_name other --output {out}"
+    serve_load.main(cli.read(Flags, [*words.split(), "--server", *server], "serve_load.py"))
+    said, record = capsys.readouterr().out, json.loads(out.read_text())
+    assert json.loads(said.splitlines()[-1]) == record and "git_commit" in record
     rows = {(row["clients"], row["mode"]): row for row in record["rows"]}
     assert list(rows) == [(n, mode) for n in (1, 3) for mode in ("plain", "speculation", "other")]
     for (n, mode), row in rows.items():
@@ -70,7 +73,7 @@ def test_a_load_is_recorded_with_what_rounds_did(measured, served: Served, tmp_p
             assert row["tokens_per_round"] == 1 and row["accepted_share"] is None and row["speedup"] == 1
     spoken = rows[3, "speculation"]
     assert spoken["tokens_per_round"] > 1 and 0 < spoken["accepted_share"] <= 1 and 0 < spoken["between_share"] < 1
-    assert "fresh prompts are mostly prefill" in ended.out and "over plain" in ended.lines[0]
+    assert "over plain" in said
 
 
 def test_requests_to_a_server_that_is_not_there_count_as_failed():

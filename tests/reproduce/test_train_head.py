@@ -68,8 +68,7 @@ def test_examples_hold_the_targets_states(model, folder):
 
 @torch.no_grad()
 def test_eagle_is_trained_as_it_drafts(model, folder):
-    """The unrolled steps equal a head over a cache, which has the window and the first tokens, and continues its own
-    states."""
+    """The unrolled steps equal a head over a cache of the window and the first tokens, which continues its states."""
     (eagle, _), batch, depth = new_head("eagle", model, folder), a_batch(folder, 1), RECIPE.depth
     logits, state_of = eagle_logits(eagle, batch, depth, N_SINK)
     eagle.body.backend = tiny_model().backend
@@ -123,6 +122,5 @@ def test_heads_are_trained_and_draft(call, checkpoint, tmp_path):
         assert drafted["identical_sequences"] == 2 and drafted["acceptance_per_position"] != [1.0, 1.0]
     for other in ("lr 0.5", "batches 3"):
         assert other.split()[0] in call("reproduce/train_head.py", f"{flags} --{other}").refusal
-    assert call("reproduce/train_head.py", flags).record["example_tokens"] == record["example_tokens"], (
-        "of 2 of 3 files"
-    )
+    again = call("reproduce/train_head.py", flags).record
+    assert again["example_tokens"] == record["example_tokens"], "of 2 of 3 files"

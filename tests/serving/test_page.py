@@ -35,9 +35,8 @@ def test_a_model_says_the_same_with_and_without_speculation(page):
     playwright.expect(page.locator("#verdict")).to_contain_text("The same ")
     plain, speculated = page.locator("#columns > div").all()
     assert plain.locator(".text").inner_text() == speculated.locator(".text").inner_text()
-    n_drafts, n_plain, n_prefilled = (
-        speculated.locator(f".text .{kind}").count() for kind in ("draft", "target", "prefill")
-    )
+    kinds = ("draft", "target", "prefill")
+    n_drafts, n_plain, n_prefilled = (speculated.locator(f".text .{kind}").count() for kind in kinds)
     names, values = speculated.locator("dt").all_inner_texts(), speculated.locator("dd").all_inner_texts()
     figures = dict(zip(names, values, strict=True))
     assert n_drafts and n_plain and n_prefilled == 1 and n_drafts + n_plain + 1 == int(figures["tokens"])
@@ -53,7 +52,6 @@ def test_a_token_with_markup_stays_text_and_an_error_stands_below_it(page):
     page.route("**/generate_stream", lambda route: route.fulfill(content_type="text/event-stream", body=body))
     ask(page, prompt="a")
     playwright.expect(page.locator("#state")).to_have_text("failed")
-    assert (
-        page.locator(".text").inner_text() == hostile and hostile in page.locator("#columns [role=alert]").inner_text()
-    )
+    assert page.locator(".text").inner_text() == hostile
+    assert hostile in page.locator("#columns [role=alert]").inner_text()
     assert page.locator("img").count() == 0 and page.title() == "Foretoken"

@@ -30,11 +30,7 @@ ROUTES: dict[str, tuple[str, Fields]] = {
     "generate": (TGI, {}),
     "generate stream": (TGI, {"stream": True}),
 }
-COMPLETIONS, CHATS, GENERATE = (
-    ("completion", "completion stream"),
-    ("chat", "chat stream"),
-    ("generate", "generate stream"),
-)
+COMPLETIONS, CHATS, GENERATE = ((name, f"{name} stream") for name in ("completion", "chat", "generate"))
 OPENAI = COMPLETIONS + CHATS
 MODES: dict[str, Fields] = {"greedy": {"temperature": 0, "seed": 5}, "coupled": {"temperature": 0.9, "seed": 5}}
 Cell = tuple[str, str]  # a route and a mode
@@ -59,12 +55,8 @@ PARAMETERS: dict[str, dict[str, Fields]] = {
     "filters": on(temperature=1.3, top_k=40, top_p=0.8, seed=2**40),
     "do_sample": on(*GENERATE, do_sample=True, temperature=2.0),
     "stop": on(stop=["e", "q", "(", "7"]),
-    "max_tokens": on(*OPENAI, max_tokens=5) | on(*GENERATE, max_new_tokens=5),
     "truncate": on(truncate=4),
     "logprobs": on(*COMPLETIONS, logprobs=None) | on(*CHATS, logprobs=False) | on(*GENERATE, details=False),
-    "messages": on(
-        *CHATS, messages=[{"role": role, "content": f"{role}?"} for role in ("system", "user", "assistant")]
-    ),
     "chat_template_kwargs": on(*CHATS, chat_template_kwargs={"enable_thinking": False}),
     "chat": on(*GENERATE, chat=True),
     "neutral": on(*OPENAI, n=1, model="m", user="u") | on(*GENERATE, typical_p=1, watermark=False),
@@ -80,7 +72,8 @@ PARAMETERS: dict[str, dict[str, Fields]] = {
         *CHATS,
         tools=[{"type": "function", "function": FUNCTION}],
         messages=[
-            {"role": "developer", "content": [{"type": "text", "text": "be brief"}]},
+            {"role": "system", "content": "be"},
+            {"role": "developer", "content": [{"type": "text", "text": "brief"}]},
             {"role": "user", "content": "How warm is it?", "name": "ann"},
             {"role": "assistant", "content": None, "tool_calls": [CALL]},
             {"role": "tool", "content": "4 degrees", "tool_call_id": "c"},
@@ -214,8 +207,7 @@ def leave(served: Served, cell: Cell, fields: Fields) -> None:
 
 
 def answers(served: Served, parameter: dict[str, Fields], cells: Sequence[Cell]) -> dict[Cell, tuple[Any, Any]]:
-    """Return the answers of those cells that have the parameter, with drafts and in plain rounds. Every fourth client
-    leaves; at most 16 requests are in flight."""
+    """Return the answers of cells that have the parameter, with drafts and in plain rounds. Some clients leave."""
     fields = {cell: parameter[cell[0]] for cell in cells if cell[0] in parameter}
     with ThreadPoolExecutor(16) as pool:
         futures, leaving = [], []

@@ -6,7 +6,7 @@ import pytest
 from openai import OpenAI
 
 from engine.sampling.distribution import SamplingParams
-from tests.support.serving_cases import PLAIN, Alone, Served, serving
+from tests.support.serving_cases import END, PLAIN, Alone, Served, serving
 
 PROMPTS = ["a", "of the cat and the hat", "Näher " * 9, "1, 2, 3, 4, 5, 6, 7, 8" * 4]
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -35,15 +35,11 @@ def test_every_event_says_where_its_token_came_from(served: Served):
         assert origins == sorted(origins, reverse=True) and origins.count(False) <= 1
 
 
-@pytest.mark.parametrize(
-    ("parameters", "samples"),
-    [
-        ({"temperature": 1.0, "top_p": 1.0}, False),
-        ({"do_sample": False, "temperature": 0.5}, False),
-        ({"do_sample": True}, True),
-        ({"top_k": 9}, True),
-    ],
-)
+SAMPLING = [({"temperature": 1.0, "top_p": 1.0}, False), ({"do_sample": False, "temperature": 0.5}, False)]
+SAMPLING += [({"do_sample": True}, True), ({"top_k": 9}, True)]
+
+
+@pytest.mark.parametrize(("parameters", "samples"), SAMPLING)
 def test_sampling_parameters_turn_sampling_on(served: Served, alone: Alone, parameters, samples):
     params = {"temperature": 1.0, "seed": 21} | {key: value for key, value in parameters.items() if key != "do_sample"}
     sampling = SamplingParams(**params) if samples else SamplingParams()
@@ -51,23 +47,23 @@ def test_sampling_parameters_turn_sampling_on(served: Served, alone: Alone, para
 
 
 def test_an_end_token_ends_an_answer(served: Served, alone: Alone):
-    seed = next(seed for seed in range(99) if len(alone.tokens("q", 60, SamplingParams(1.0, seed=seed))) < 40)
-    expected = alone.tokens("q", 60, SamplingParams(1.0, seed=seed))
-    answer = served.generate("q", max_new_tokens=60, do_sample=True, seed=seed)
-    assert [token["id"] for token in answer["details"]["tokens"]] == expected
+    how = {"seed": 3, "logit_bias": {END: 4}}
+    expected = alone.tokens("q", 60, SamplingParams(1.0, **how))
+    answer = served.generate("q", max_new_tokens=60, do_sample=True, **how)
+    assert [token["id"] for token in answer["details"]["tokens"]] == expected and 1 < len(expected) < 60
     assert answer["details"]["finish_reason"] == "eos_token"
-    completion = served.ask("/v1/completions", {"prompt": "q", "max_tokens": 60, "seed": seed}).json
+    completion = served.ask("/v1/completions", {"prompt": "q", "max_tokens": 60, **how}).json
     assert completion["choices"][0]["finish_reason"] == "stop"
     assert completion["usage"]["completion_tokens"] == len(expected)
 
 
 def test_completions(openai, served: Served, alone: Alone):
-    answer = openai.completions.create(model="m", prompt=PROMPTS[1], max_tokens=9, seed=4, temperature=0.7, logprobs=0)
+    how = {"temperature": 0.7, "seed": 4}
+    answer = openai.completions.create(model="m", prompt=PROMPTS[1], max_tokens=9, logprobs=0, **how)
     (choice,), usage = answer.choices, answer.usage
-    assert choice.text == alone.text(PROMPTS[1], 9, SamplingParams(temperature=0.7, seed=4))
-    assert choice.finish_reason == "length" and len(choice.logprobs.tokens) == 9
-    expected = alone.logprobs(PROMPTS[1], 9, SamplingParams(temperature=0.7, seed=4))
-    assert choice.logprobs.token_logprobs == pytest.approx(expected, abs=1e-5)
+    text, logprobs = alone.scored(PROMPTS[1], 9, SamplingParams(**how))
+    assert (choice.text, choice.finish_reason, len(choice.logprobs.tokens)) == (text, "length", 9)
+    assert choice.logprobs.token_logprobs == pytest.approx(logprobs, abs=1e-5)
     assert choice.logprobs.text_offset[0] == 0 and choice.logprobs.text_offset == sorted(choice.logprobs.text_offset)
     assert (usage.completion_tokens, usage.total_tokens) == (9, usage.prompt_tokens + 9)
     assert answer.timings["draft_n"] == answer.speculation["drafted"]

@@ -50,12 +50,20 @@ def test_rows_are_no_longer_than_the_context(chat_checkpoint, capsys):
 def test_verified_drafts_are_logged(chat_checkpoint, tmp_path, capsys):
     """As many as the answers say; when the file can no longer be written, answers go on."""
     logged = tmp_path / "verified.jsonl"
-    with serving(chat_checkpoint, f"--log_verification {logged}") as server:
+    with serving(chat_checkpoint, f"--log_prompts --log_verification {logged}") as server:
         bodies = [{"inputs": text, "parameters": {"max_new_tokens": 40}} for text in ("abc", "tea for two")]
         with ThreadPoolExecutor() as pool:
             answers = [*pool.map(lambda body: server.json(TGI, body | {"stream": False}), bodies)]
         assert all("generated_text" in answer for answer in answers)
-        requests = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+        requests = list[dict[str, Any]]()
+
+        def are_logged() -> bool:
+            said = capsys.readouterr().err.splitlines()
+            requests.extend(json.loads(line) for line in said if line.startswith("{"))
+            return len(requests) == 2
+
+        server.until(are_logged, "both requests")
+        assert {request["prompt"].removeprefix("<s>") for request in requests} == {"abc", "tea for two"}
 
         def lines() -> list[dict[str, Any]]:
             return [*map(json.loads, logged.read_text().splitlines())]

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -84,27 +85,17 @@ def test_characters_are_whole(alone: Alone):
     assert answer.text == text + "\ufffd" and answer.finish == "length"
 
 
-class Counting:
-    """A tokenizer that notes the most tokens that it decodes at a time."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.most, self._tokenizer = 0, tokenizer
-
-    def decode(self, ids: list[int]) -> str:
-        self.most = max(self.most, len(ids))
-        return self._tokenizer.decode(ids)
-
-
 def test_what_never_becomes_a_character_is_not_held_for_ever(alone: Alone):
     half, *_ = alone.tokenizer.encode("ä", add_bos=False)
     noise = random.Random(5).choices(range(alone.vocab_size), k=600)
     whole = alone.tokenizer.encode("😀", add_bos=False)
     late = [token for n in range(MOST_PENDING - 5, MOST_PENDING + 5) for token in [half] * n + whole]
+    sizes, decode = list[int](), alone.tokenizer.decode
+    counting = SimpleNamespace(decode=lambda ids: sizes.append(len(ids)) or decode(ids))
     for tokens in ([half] * 400, [0] * 400, noise, late, alone.tokenizer.encode("\ufffd" * 90)):
-        counting = Counting(alone.tokenizer)
         stream, tokens = TextStream(counting), [*tokens, *alone.tokenizer.encode("b€", add_bos=False)]  # type: ignore[arg-type]
-        assert "".join(map(stream.add, tokens)) + stream.rest() == alone.tokenizer.decode(tokens)
-        assert counting.most <= 2 * MOST_PENDING
+        assert "".join(map(stream.add, tokens)) + stream.rest() == decode(tokens)
+    assert max(sizes) <= 2 * MOST_PENDING
 
 
 def test_tokens_behind_a_stop_string_are_not_counted(alone: Alone):

@@ -8,9 +8,11 @@ import re
 import runpy
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +22,7 @@ from common.errors import UserError
 
 COST_MODEL = "python -m cost_model"
 BENCHMARKS = tuple(f"tests/{name}_benchmark.py" for name in ("baseline", "longspec", "selfspec"))
+FORK = get_context("fork")
 TERMINAL = tuple(f"foretoken.py {name}" for name in ("compare", "latency", "eval", "chat", "serve"))
 
 
@@ -56,6 +59,11 @@ class Ended:
         assert (self.code, self.out) == (2, "") and "Traceback" not in self.err, self.err
         assert len(re.findall(r"^error: \S", self.err, re.MULTILINE)) == 1, self.err
         return self.err[self.err.index("error: ") :]
+
+
+def saved(path: str | Path) -> list[dict[str, Any]]:
+    """Return the records of a file of lines."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def python(*words: object, cwd: Path = ROOT, **environment: str) -> Ended:
@@ -105,14 +113,38 @@ def run_here(command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[
     return subprocess.CompletedProcess(command, bool(ended.code), ended.out, ended.err or f"{ended.code}")
 
 
-def in_child(do: Callable[[], object]) -> int:
-    """Call `do` in a child of this process; return its id. Its exit code is what `do` returns, or 1 for an error."""
-    if not (pid := os.fork()):
-        code: object = 1
-        with contextlib.suppress(BaseException):
-            code = do()
-        os._exit(code if isinstance(code, int) else 1)
-    return pid
+def in_fork(do: Callable[[], object], folder: Path = ROOT) -> Ended:
+    """Call `do` in a child of this process, in a folder; return its end. A new process would import PyTorch anew."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+
+        def child() -> None:
+            os.chdir(folder)
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            sys.stdout, sys.stderr = out, err
+            do()
+
+        process = FORK.Process(target=child)
+        process.start()
+        process.join()
+        out.seek(0)
+        err.seek(0)
+        return Ended(process.exitcode, out.read(), err.read())
+
+
+def afresh(program: str, *words: object, folder: Path, **environment: str) -> Ended:
+    """Run a text as `python -c` does, in a child of this process that has to import the project's modules anew."""
+
+    def do() -> None:
+        os.environ.update(environment)
+        ours = {path.stem for path in ROOT.iterdir()}
+        for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
+            del sys.modules[name]
+        sys.path[:] = [str(folder), *(path for path in sys.path if path not in ("", str(ROOT)))]
+        sys.argv = ["-c", *map(str, words)]
+        exec(program, {"__name__": "__main__"})
+
+    return in_fork(do, folder)
 
 
 def benchmark(name: str, arguments: Sequence[str]) -> Ended:

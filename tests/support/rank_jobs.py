@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -108,13 +107,6 @@ def _as_rank(rank: int, n_ranks: int, port: int, folder: Path, task: Callable[..
         with Path(name).open("ab") as file:
             os.dup2(file.fileno(), number)
     run_on_ranks(lambda: task(*given))
-
-
-def copy_edited(source: Path, folder: Path, name: str, change: Callable[[dict], dict]) -> None:
-    """Copy a checkpoint with a JSON file changed and the manifest removed."""
-    shutil.copytree(source, folder)
-    (folder / "manifest.json").unlink(missing_ok=True)
-    (folder / name).write_text(json.dumps(change(json.loads((folder / name).read_text()))))
 
 
 class EndedOnRanks(Ended):

@@ -32,9 +32,8 @@ from tests.support.tiny import decode
 
 END = 2
 TGI, STREAM, V1, CHATS = "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions"
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}[a]{% endif %}"
 # Rows that differ in how many drafts are accepted: the draft sees little of its context.
 PLAIN = "--max_batch 4 --max_length 320 --dtype float64"
 FLAGS = f"{PLAIN} --draft_dtype same --gamma 3 --draft_budget 16 --n_sink 2"
@@ -119,10 +118,9 @@ class Served:
         return connection
 
     def metrics(self, **headers: str) -> dict[str, float]:
-        lines = [
-            line for line in self.get("/metrics", **headers).body.decode().splitlines() if not line.startswith("#")
-        ]
-        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+        lines = self.get("/metrics", **headers).body.decode().splitlines()
+        pairs = (line.rpartition(" ")[::2] for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
         deadline = time.monotonic() + seconds
@@ -215,12 +213,12 @@ class Alone:
     def text(self, inputs: str, n: int, sampling: SamplingParams | None = None, i: int = 0) -> str:
         return self.tokenizer.decode([token for token in self.tokens(inputs, n, sampling, i) if token != END])
 
-    def logprobs(self, inputs: str, n: int, sampling: SamplingParams, i: int = 0) -> list[float]:
-        """Return the log-probabilities of the tokens, at temperature 1."""
+    def scored(self, inputs: str, n: int, sampling: SamplingParams, i: int = 0) -> tuple[str, list[float]]:
+        """Return a sample's text, and the log-probabilities of its tokens at temperature 1."""
         request = Request(self.tokenizer.encode(inputs), n, [END], sampling, i, logprobs=[])
         decode(Decoder(self._runner, verification="coupled"), request)
-        assert request.logprobs is not None
-        return [each.value for each in request.logprobs]
+        text = self.tokenizer.decode([token for token in request.tokens if token != END])
+        return text, [each.value for each in request.logprobs or []]
 
     def scores(self, ids: Sequence[int]) -> Any:
         """Return log-probabilities `[n - 1, V]` after each token but the last, by a forward over them."""

@@ -48,25 +48,20 @@ def continued(talker: Path, *messages: tuple[str, str]) -> str:
 
 def continuation(talker: Path, *messages: tuple[str, str]) -> list[int]:
     """Return the tokens that plain decoding puts behind a conversation."""
-    config = RunConfig(
-        target=Target(model=str(talker), device="cpu", dtype="float64"),
-        sizes=Sizes(gen_len=24),
-        rows=Rows(stop_at_eos=True),
-    )
+    target = Target(model=str(talker), device="cpu", dtype="float64")
+    config = RunConfig(target=target, sizes=Sizes(gen_len=24), rows=Rows(stop_at_eos=True))
     text = "".join(f"[{role}] {content}\n" for role, content in messages) + "[assistant] "
-    session = Session.open(config, [Session.open(config, [text]).prompts[0][1:]])  # without BOS
-    return session.generate().tokens[0]
+    return Session.open(config, [load_tokenizer(talker).encode(text, add_bos=False)]).generate().tokens[0]
 
 
-def test_every_line_is_answered_behind_all_that_was_said(
-    chat: Chat, talker: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_line_is_answered_behind_all_that_was_said(chat: Chat, talker: Path, monkeypatch) -> None:
     """Only what is new is prefilled."""
     requests, submit = list[Request](), Decoder.submit
     monkeypatch.setattr(Decoder, "submit", lambda own, request: requests.append(request) or submit(own, request))
-    ended = chat("Hello", "", "And then?", "/reset", "Hello", "/exit", "never")
-    first = continued(talker, ("user", "Hello"))
-    second = continued(talker, ("user", "Hello"), ("assistant", first), ("user", "And then?"))
+    lines, system = ("Hello", "", "And then?", "/reset", "Hello", "/exit", "never"), ("system", "Brief.")
+    ended = chat(*lines, flags=f"{FLAGS} --system Brief.")
+    first = continued(talker, system, ("user", "Hello"))
+    second = continued(talker, system, ("user", "Hello"), ("assistant", first), ("user", "And then?"))
     assert ended.code == 0, ended.err
     assert ended.out == "".join(printable(f"{answer}\n") for answer in (first, second, first))
     said = [line for line in ended.err.splitlines() if "ms per token" in line]
@@ -86,12 +81,6 @@ def test_an_end_token_is_no_part_of_an_answer(chat: Chat, talker: Path) -> None:
         assert tokenizer.decode([*cut, end]) != tokenizer.decode(cut)
         expected += printable(f"{tokenizer.decode(cut)}\n")
     assert chat("Hello", "/reset", "And then?", flags=f"{FLAGS} --config_overrides eos_token_id={end}").out == expected
-
-
-def test_a_conversation_begins_with_the_system_message(chat: Chat, talker: Path) -> None:
-    ended = chat("Hello", "/reset", "Hello", flags=f"{FLAGS} --system Brief.")
-    answer = printable(continued(talker, ("system", "Brief."), ("user", "Hello")))
-    assert ended.out == f"{answer}\n{answer}\n" and answer != printable(continued(talker, ("user", "Hello")))
 
 
 def test_an_interrupted_answer_ends_alone(chat: Chat, talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:

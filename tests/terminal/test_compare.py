@@ -1,5 +1,6 @@
 """foretoken.py compare: where tokens came from, what is drawn of two passes, and what is said of them."""
 
+import contextlib
 import fcntl
 import io
 import json
@@ -7,9 +8,9 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import sys
 import termios
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from rich.console import Console
 from bench import RunConfig, Session
 from bench.config import Sizes, Target
 from engine.drafters.self_speculation import SelfConfig
-from engine.requests import Outcome, Progress, Request
+from engine.requests import Outcome, Progress
 from engine.stats import acceptance_text
 from kv_cache.streaming import Streaming
 from terminal.compare import first_difference
@@ -39,28 +40,19 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-class Recorder(Progress):
-    """A list per row of what its rounds decided and how many tokens were kept."""
-
-    def __init__(self) -> None:
-        self.rounds: dict[int, list[tuple[Outcome, int]]] = {}
-
-    def decoded(self, request: Request, outcome: Outcome, n_kept: int) -> None:
-        self.rounds.setdefault(request.index, []).append((outcome, n_kept))
-
-
 def test_origins_are_those_of_the_rounds(checkpoint: Path) -> None:
     """Three prompts in two rows, each of which some token or the limit ends; rows that accept different numbers."""
     draft = SelfConfig(gamma=3, policy=Streaming(16), draft_dtype="same")
     target = Target(model=str(checkpoint), device="cpu", dtype="float64")
     session = Session.open(RunConfig(target=target, sizes=Sizes(B=2, gen_len=40), draft=draft), TEXTS)
     assert session.tokenizer is not None
-    recorder, drawn = Recorder(), list[float]()
+    recorder, rounds, drawn = Progress(), defaultdict[int, list[tuple[Outcome, int]]](list), list[float]()
+    recorder.decoded = lambda request, outcome, n_kept: rounds[request.index].append((outcome, n_kept))
     track = Track(recorder, session.tokenizer, 3, lambda: drawn.append(track.seconds))
     out = session.generate(session.drafter(), progress=track)
     for index, (row, tokens) in enumerate(zip(track.rows, out.tokens, strict=True)):
         expected = [False]
-        for outcome, n_kept in recorder.rounds[index]:
+        for outcome, n_kept in rounds[index]:
             assert len(outcome.drafts) == 3
             block = [place < len(outcome.block) - 1 for place in range(len(outcome.block))]
             expected += block[:n_kept]
@@ -117,38 +109,27 @@ def test_what_is_piped_is_plain_lines_and_a_record(checkpoint: Path, prompts: Pa
 
 def test_samples_are_those_of_plain_decoding_by_default(checkpoint: Path, prompts: Path) -> None:
     """With every draft, so that drafts are compared on one text."""
-    flags = f"{checkpoint} {{}} --prompts {prompts} --gen_len 24 --dtype float64 --device cpu --temperature 1 --seed 3"
+    flags = f"{checkpoint} {{}} --prompts {prompts} --gen_len 12 --dtype float64 --device cpu --temperature 1 --seed 3"
     records = [run(COMPARE, flags.format(draft).split()).record for draft in ("self --draft_budget 16", "ngram")]
     assert [(one["verification"], one["identical_sequences"]) for one in records] == [("coupled", 3)] * 2
     assert len({one["tokens_sha256"] for one in records}) == 1
     assert len({one["acceptance_rate"] for one in records}) == 2, "the drafts are meant to differ"
 
 
-def in_terminal(words: list[str], width: int, height: int) -> tuple[int, str]:
-    """Run in a terminal of that size; return the exit code, and all that the terminal is sent."""
-    terminal, own_end = pty.openpty()
-    fcntl.ioctl(own_end, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
-    outside = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-    outside |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
-    ends: dict[str, Any] = {"stdin": own_end, "stdout": own_end, "stderr": own_end}
-    with subprocess.Popen([sys.executable, ROOT / "foretoken.py", *words], env=outside, **ends) as started:
-        os.close(own_end)
-        sent = b""
-        try:
-            while part := os.read(terminal, 1 << 16):
-                sent += part
-        except OSError:  # how Linux says that nobody is left who could write
-            pass
-    os.close(terminal)
-    return started.returncode, sent.decode(errors="replace").replace("\r\n", "\n")
-
-
 @pytest.mark.slow
-def test_a_terminal_sees_both_columns_grow(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+def test_a_terminal_sees_both_columns_grow(checkpoint: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = f"compare {checkpoint} --prompts {prompts} --gen_len 60 --device cpu --draft_budget 16".split()
-    code, sent = in_terminal([*words, "--output", str(tmp_path / "out.jsonl")], 100, 30)
-    assert code == 0, sent
-    figures = re.findall(r"\d+ tokens\b", sent)
-    assert len({*figures}) > 4 and "\x1b[1A" in sent and "\x1b[32m" in sent
+    monkeypatch.setenv("TERM", "xterm-256color")
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execv(sys.executable, [sys.executable, str(ROOT / "foretoken.py"), *words])
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    parts = []
+    with contextlib.suppress(OSError):  # how Linux says that nobody is left who could write
+        while part := os.read(terminal, 1 << 16):
+            parts.append(part)
+    sent = b"".join(parts).decode(errors="replace").replace("\r\n", "\n")
+    assert os.waitpid(pid, 0)[1] == 0, sent
+    assert len({*re.findall(r"\d+ tokens\b", sent)}) > 4 and "\x1b[1A" in sent and "\x1b[32m" in sent
     record = re.search(r'\{"benchmark": "compare".*\}$', sent, re.MULTILINE)
     assert record and json.loads(record[0])["sequences"] == 3 and record.end() < sent.rindex("tokens per second")

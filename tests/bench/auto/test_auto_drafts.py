@@ -23,8 +23,8 @@ from engine.drafters.speculated import Hierarchical
 from engine.drafters.suffix import Suffix, SuffixConfig
 from kv_cache.streaming import Streaming
 from tests.support.published_heads import eagle_config, eagle_tensors, save_head
+from tests.support.serving_cases import CHATS, V1, Alone, serving
 from tests.support.serving_cases import PLAIN as SERVED_PLAIN
-from tests.support.serving_cases import make_checkpoint, serving
 
 
 def test_the_flag_names_drafts_with_options_of_the_same_flags():
@@ -93,20 +93,14 @@ def test_costs_are_of_rounds_in_which_the_model_runs(checkpoint: Path, monkeypat
     assert costs is not None and n_drafted == [1, 3, 6] * (UNTIMED_ROUNDS + FEWEST_TIMED)
 
 
-def test_a_server_chooses_among_drafts(tmp_path: Path) -> None:
-    """Answers are those of a server without a draft; a request's prediction is read."""
-    folder, body = make_checkpoint(tmp_path), {"prompt": "abcabcabc", "max_tokens": 40, "temperature": 0}
-    texts = []
-    for flags in ("--gamma 0", "--gamma auto --draft_budget 24 --draft_dtype same --auto_drafts suffix"):
-        with serving(folder, flags, SERVED_PLAIN) as served:
-            more = {} if flags == "--gamma 0" else {"prediction": {"type": "content", "content": "abc"}}
-            answer = served.ask("/v1/completions", body)
-            assert answer.status == 200, answer.body
-            texts.append(answer.json["choices"][0]["text"])
-            if more:
-                chat = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 5} | more
-                assert served.ask("/v1/chat/completions", chat).status == 200
-    assert texts[0] == texts[1]
+def test_a_server_chooses_among_drafts(chat_checkpoint: Path, alone: Alone) -> None:
+    """Answers are those of plain decoding; a request's prediction is read."""
+    flags = "--gamma auto --draft_budget 24 --draft_dtype same --auto_drafts suffix --max_batch 2"
+    with serving(chat_checkpoint, flags, SERVED_PLAIN) as served:
+        answer = served.json(V1, {"prompt": "abcabcabc", "max_tokens": 40, "temperature": 0})
+        assert answer["choices"][0]["text"] == alone.text("abcabcabc", 40)
+        chat = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 5}
+        assert served.json(CHATS, chat | {"prediction": {"type": "content", "content": "abc"}})["choices"]
 
 
 def test_a_cache_without_room_for_a_draft_is_refused_beside_other_drafts(checkpoint: Path) -> None:
@@ -118,7 +112,7 @@ def test_a_cache_without_room_for_a_draft_is_refused_beside_other_drafts(checkpo
 
 
 SELFSPEC = "tests/selfspec_benchmark.py"
-SIZES = "--B 2 --prefix_len 60 --gen_len 30 --device cpu --dtype float64"
+SIZES = "--B 2 --prefix_len 60 --gen_len 24 --device cpu --dtype float64"
 
 
 @pytest.fixture
@@ -139,9 +133,8 @@ def drafting(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [choice for choice in record["choices"] if choice["gamma"]]
 
 
-@pytest.mark.parametrize("flags", ["--gamma auto", "--gamma auto --draft_policy snapkv --snapkv_window 12"])
-def test_gamma_auto_says_what_it_chose_and_why(call, drafting_pays, flags):
-    record = call(SELFSPEC, f"{SIZES} --draft_budget 40 {flags} --benchmark").record
+def test_gamma_auto_says_what_it_chose_and_why(call, drafting_pays):
+    record = call(SELFSPEC, f"{SIZES} --draft_budget 40 --gamma auto --benchmark").record
     assert record["gamma"] == "auto" and record["identical_sequences"] == 2
     assert sum(choice["rounds"] for choice in record["choices"]) >= 5
     assert all(0 <= choice["gamma"] <= 6 for choice in record["choices"])
@@ -158,19 +151,14 @@ def test_the_budget_is_chosen_among_those_that_leave_something_out(call, draftin
     assert record["draft_budget"] == "auto" and record["gamma"] == 2 and record["identical_sequences"] == 2
     assert {choice["draft_budget"] for choice in drafting(record)} == {64}
     assert len(record["measured_costs"]) == 1
-    longer = "--B 2 --prefix_len 150 --gen_len 40 --device cpu --dtype float64"
-    record = call(SELFSPEC, f"{longer} --draft_budget auto --gamma auto").record
-    assert {choice["draft_budget"] for choice in drafting(record)} == {64}  # 128 would cost too much
-    assert [costs["draft_budget"] for costs in record["measured_costs"]] == [128, 64]
-    assert record["identical_sequences"] == 2
 
 
 def test_the_policy_is_chosen_too_and_choosing_entries_is_counted(call, drafting_pays):
     """Every policy is measured with each budget that a prompt of 150 leaves; here the last costs nothing."""
-    longer = "--B 2 --prefix_len 150 --gen_len 40 --device cpu --dtype float64 --draft_policy auto --refresh 2"
+    how = f"{SIZES.replace('60', '150')} --draft_policy auto --refresh 2 --snapkv_window 12"
     names = ["streaming", "retrieval", "snapkv", "verify_topk"]
     for flags, budgets in (("--draft_budget 50", [50]), ("--draft_budget auto --gamma auto", [128, 64])):
-        seen = call(SELFSPEC, f"{longer} --snapkv_window 12 {flags}")
+        seen = call(SELFSPEC, f"{how} {flags}")
         record = seen.record
         assert (record["draft_policy"], record["identical_sequences"]) == ("auto", 2)
         assert record["draft_budget"] == (50 if budgets == [50] else "auto")

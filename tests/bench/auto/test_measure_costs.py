@@ -32,18 +32,14 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> list[Decode]:
     """The rounds of every decode of a measurement."""
     every: list[Decode] = []
 
-    class Watched(Decoder):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            every.append([])
+    def watched(*args: Any, **kwargs: Any) -> Decoder:
+        decoder, decode = Decoder(*args, **kwargs), Decode()
+        step = decoder.step
+        decoder.step = lambda: decode.append(step()) or decode[-1]
+        every.append(decode)
+        return decoder
 
-        def step(self) -> RoundStats | None:
-            round_ = super().step()
-            assert round_ is not None
-            every[-1].append(round_)
-            return round_
-
-    monkeypatch.setattr(measure, "Decoder", Watched)
+    monkeypatch.setattr(measure, "Decoder", watched)
     return every
 
 
@@ -107,10 +103,7 @@ def test_a_draft_step_is_that_of_all_gammas_that_were_measured():
     assert (first.plain_ms, first.other_ms, first.draft_ms) == pytest.approx((42, 2, (10 + 32) / (1 + 3)))
     assert first.verify_ms == second.verify_ms == pytest.approx((50, 70)) and second.draft_ms == pytest.approx(12 / 3)
     assert [first.acceptance, second.acceptance] == rates
-
-
-def test_what_does_not_grow_with_gamma_is_no_draft_step():
-    """A head that drafts in one forward costs nearly the same at every gamma."""
+    # A head that drafts in one forward costs nearly the same at every gamma.
     rounds = {PLAIN: timed(0, 40), Choice(0, 1): timed(14), Choice(0, 3): timed(18, 70), Choice(1, 3): timed(5, 70)}
     first, second = measure.costs_of_rounds(rehearsed(rounds, [None] * 2, [0, 0], [40, 20]), 0)
     assert (first.draft_ms, first.fixed_ms, second.draft_ms) == pytest.approx((2, 12, 0))
@@ -146,11 +139,9 @@ FIRST = [PLAIN, Choice(0, 1), Choice(0, 3), Choice(0, 6), Choice(1, 3)]
 def test_a_long_decode_is_measured_for_with_few_rows_too(decodes):
     found = measured()
     assert [*found] == [4, 2] and all(costs.at == (1, 3, 6) for each in found.values() for costs in each)
-    counted = kinds(decodes)
-    assert {one for n_rows, one in counted if n_rows == 4} == {*FIRST}
-    assert all(
-        counted[2, one] == 1 + measure.FEWEST_TIMED and counted[4, one] <= 1 + measure.MOST_TIMED for one in FIRST
-    )
+    n_of, few, most = kinds(decodes), 1 + measure.FEWEST_TIMED, 1 + measure.MOST_TIMED
+    assert {one for n_rows, one in n_of if n_rows == 4} == {*FIRST}
+    assert all(n_of[2, one] == few and n_of[4, one] <= most for one in FIRST)
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.4, 6.0])

@@ -1,4 +1,4 @@
-"""Tables for the console, the standard error of acceptance rates in them, and passes that other work held up."""
+"""The standard error of acceptance rates, and passes that other work held up."""
 
 from dataclasses import replace
 
@@ -6,24 +6,7 @@ import numpy as np
 import pytest
 
 from common.contention import QUIET, Usage, contention
-from common.tables import Column, console
 from engine.stats import Counts, acceptance_standard_error, total
-
-COLUMNS = [
-    Column("model", "model", align="<"),
-    Column("speedup", "speedup", ".2f"),
-    Column(lambda row: row["B"] * 2, "twice", lambda value: f"{value} rows", missing="none"),
-    Column("alpha", "a|b", ".0%", missing="not measured"),
-]
-ROWS = [{"model": "M", "speedup": 1.256, "B": 4, "alpha": 0.5}, {"model": "longer", "speedup": None, "B": 16}]
-
-
-def test_on_the_console_columns_are_as_wide_as_what_is_in_them():
-    assert console(ROWS, COLUMNS).splitlines() == [
-        "  model   speedup    twice           a|b",
-        "  M          1.26   8 rows           50%",
-        "  longer        -  32 rows  not measured",
-    ]
 
 
 def rows_that_differ(n: int, rng: np.random.Generator) -> list[Counts]:
