@@ -161,9 +161,9 @@ class Answer:
             is_end = is_last and id_ in self.request.stop_tokens  # no text, even if the tokenizer takes it for some
             text = "" if is_end else self._stream.add(id_)
             special = self._name(id_) if is_end else self.specials.get(id_)
-            is_mark = special in MARKS if self.tool_calls.names else False
-            is_mark = is_mark or (special in TAGS and parted(self._written, self.begins)[1] is None)
-            reasoning, delta, has_ended = self._add(text + (special or "" if is_mark else ""))
+            begins_call = special in MARKS and bool(self.tool_calls.names)
+            is_mark = begins_call or (special in TAGS and parted(self._written, self.begins)[1] is None)
+            reasoning, delta, has_ended = self._add(text + special if special and is_mark else text)
             offset = sum(last.offset + len(last.delta) for last in (self.tokens or self.prompt)[-1:])
             logprob, top = update.logprobs[place] if update.logprobs else (None, [])
             origin = special is not None, place < update.accepted, update.round
