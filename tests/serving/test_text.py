@@ -111,18 +111,14 @@ def test_tokens_behind_a_stop_string_are_not_counted(alone: Alone):
     assert [token.drafted for token in answer.tokens] == [False, True, True, True, False, True, True]
 
 
+# With "b€", the last token completes the character; with "b\ufffd" and "\ufffd", no token does.
+CASES = [("ab€", 0, "b€", True), ("ab€", 1, "b\ufffd", True), ("abé", 1, "\ufffd", True)]
+CASES += [("abé", 1, "é", False), ("abé", 1, "\ufffdc", False)]
+
+
+@pytest.mark.parametrize(("text", "n_missing", "stop", "ends"), CASES)
 @pytest.mark.parametrize("finish", ["length", "stop"])
 @pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize(
-    ("text", "n_missing", "stop", "ends"),
-    [
-        ("ab€", 0, "b€", True),  # the last token completes the character
-        ("ab€", 1, "b\ufffd", True),  # no token does
-        ("abé", 1, "\ufffd", True),
-        ("abé", 1, "é", False),
-        ("abé", 1, "\ufffdc", False),
-    ],
-)
 def test_a_stop_string_may_end_with_the_last_character(alone: Alone, text, n_missing, stop, ends, keeps, finish):
     tokens = alone.tokenizer.encode(text, add_bos=False)
     tokens = tokens[: len(tokens) - n_missing]
