@@ -21,6 +21,7 @@ from common.contention import Usage, usage_so_far
 from engine.controller import PLAIN, Controller, Fixed, RoundChoice
 from engine.decoding import Phase
 from engine.drafters import Drafter
+from engine.drafters.speculated import Speculated
 from engine.generation import GenerateOutput, Generation
 from engine.requests import Progress
 from engine.runner import ModelRunner, Prefill, captured_sizes
@@ -187,7 +188,8 @@ def decode_in_turns(
     """
     session.processes.all_gather_object(None)  # replicas start together
     for drafter in chain.from_iterable(controller.drafters for controller in controllers.values()):
-        drafter.inner_counts()  # forgets the counts of earlier passes
+        if isinstance(drafter, Speculated):
+            drafter.inner_counts()  # forgets the counts of earlier passes
     with ExitStack() as watching:
         passes = {}
         for name, controller in controllers.items():
@@ -221,12 +223,13 @@ def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[U
         for index in unfinished:
             generation = generations[index]
             if copies:
-                generation.decoder.swap_in(copies[index])
+                generation.decoder.copy_answers(copies[index], cache)
+                synchronize(cache.device, runner.ranks.timeout)
             before = usage_so_far()
             generation.run(goal)
             usages[index] += usage_so_far().since(before)
             if copies:
-                generation.decoder.swap_out(copies[index])
+                generation.decoder.copy_answers(cache, copies[index])
     return usages
 
 
@@ -234,7 +237,7 @@ def _joined(
     session: Session, name: str, generation: Generation, controller: Controller, usage: Usage, phase: Phase | None
 ) -> Decoded:
     """Join the outputs of all replicas in a pass."""
-    inner = [counts for drafter in controller.drafters if (counts := drafter.inner_counts())]
+    inner = [drafter.inner_counts() for drafter in controller.drafters if isinstance(drafter, Speculated)]
     seconds = phase.seconds if isinstance(phase, PhaseTimer) else {}
     outputs, timed, inners = zip(*session.by_replica((generation.output, seconds, inner)), strict=True)
     columns = ("tokens", "finish_reasons", "errors")

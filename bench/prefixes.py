@@ -12,11 +12,11 @@ import torch
 from bench.plan import Plan
 from common.checkout import ROOT
 from common.provenance import package_version, provenance
-from engine.parallel.ranks import ModelRanks
 from engine.prefix_store import PrefixStore
 from engine.runner import prefill_chunk_of
 from models import Transformer
 from models.kernels.build import KERNELS, PACKAGES, BuildError, choose
+from models.tensor_parallel import ModelRanks
 
 # The source files that decide the bits of a prefilled row.
 CODE = (

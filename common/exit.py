@@ -22,32 +22,25 @@ def exit_on_user_error(main: Callable[[], None], flags: Mapping[str, str] | None
     try:
         with readers_may_leave():
             main()
-    except UserError as error:
-        exit_on_mistake(error, flags or {})
-    except KeyboardInterrupt:
-        exit_on_interrupt()
-
-
-def exit_on_mistake(error: UserError, flags: Mapping[str, str]) -> NoReturn:
-    """End the program with a user's error as a message on stderr, and exit code 2."""
-    tell(f"error: {error.with_flags(flags)}")
-    sys.exit(2)
-
-
-def exit_on_interrupt() -> NoReturn:
-    """End the program as Ctrl-C does: with a line on stderr and INTERRUPTED_CODE."""
-    tell("interrupted")
-    sys.exit(INTERRUPTED_CODE)
+    except (UserError, KeyboardInterrupt) as error:
+        _end(error, flags or {})
 
 
 def report_uncaught(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
     """Print the traceback of an error that nothing caught, as `sys.excepthook`. Ctrl-C ends the program with a line,
     and a user's error, such as two policies of a name when flags are made, with its message."""
-    if issubclass(kind, KeyboardInterrupt):
-        exit_on_interrupt()
-    if isinstance(error, UserError):
-        exit_on_mistake(error, {})
+    if isinstance(error, UserError | KeyboardInterrupt):
+        _end(error, {})
     sys.__excepthook__(kind, error, frames)
+
+
+def _end(error: UserError | KeyboardInterrupt, flags: Mapping[str, str]) -> NoReturn:
+    """End the program with a line on stderr, and an exit code."""
+    if isinstance(error, UserError):
+        tell(f"error: {error.with_flags(flags)}")
+        sys.exit(2)
+    tell("interrupted")
+    sys.exit(INTERRUPTED_CODE)
 
 
 @contextmanager

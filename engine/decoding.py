@@ -18,7 +18,8 @@ from engine.requests import Outcome, Progress, Request, VerifiedRow, check_promp
 from engine.round import Round, Rounds, first_token
 from engine.rows import Rows
 from engine.runner import ModelRunner, Prefill
-from engine.sampling.distribution import Logprob, SamplingParams, logprobs_of
+from engine.sampling.distribution import SamplingParams
+from engine.scores import score_prompt, scores_of
 from engine.stats import Counts, RoundStats, RowRound
 from engine.timing import synchronize
 from kv_cache import KVCache
@@ -26,7 +27,6 @@ from kv_cache.base import Prefilled
 
 Phase = Callable[[str], AbstractContextManager[object]]
 Reuse = Literal["prefixes", "prompts", "nothing"]
-SCORED = 128  # positions of a prompt whose logits `[n, V]` are in memory at a time, for its log-probabilities
 
 
 class Decoder:
@@ -68,7 +68,8 @@ class Decoder:
         assert controller is None or drafter is None, "a controller brings its drafters"
         self.prefill_seconds = self.draft_prefill_seconds = 0.0
         self._runner, self._controller = runner, controller or Fixed(drafter)
-        self._progress, self._phase = progress or Progress(), phase or (lambda name: nullcontext())
+        self._progress = Progress() if progress is None else progress  # which may be falsy, such as an empty list
+        self._phase = phase or (lambda name: nullcontext())
         self._prefill_tokens, self._reuses = prefill_tokens, reuses
         self._waiting, self._rows = deque[Request](), Rows(runner)
         # The row of the first waiting request, while its prompt is being prefilled.
@@ -125,18 +126,11 @@ class Decoder:
             refuse(f"prompt {request.index}", "another request", "its request", what, fix)
         request.finish_reason = "cancelled"
 
-    def swap_out(self, kept: KVCache) -> None:
-        """Copy the entries after the rows' prompts to another cache, so that another decoder can use the rows for the
-        same prompts. `kept` has room for the most tokens that a request may get."""
-        self._copy_answers(self._runner.cache, kept)
-
-    def swap_in(self, kept: KVCache) -> None:
-        """Undo `swap_out`. Tokens that the other decoder added lie ahead of every query until a round forgets them."""
-        self._copy_answers(kept, self._runner.cache)
-        synchronize(self._runner.device, self._runner.ranks.timeout)
-
     @torch.inference_mode()
-    def _copy_answers(self, source: KVCache, to: KVCache) -> None:
+    def copy_answers(self, source: KVCache, to: KVCache) -> None:
+        """Copy the entries after the rows' prompts to another cache, so that another decoder can use the rows for the
+        same prompts, or back. Tokens that it added lie ahead of every query until a round forgets them. A cache for
+        them has room for the most tokens that a request may get."""
         n_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # waiting for other threads takes longer than these small copies
         try:
@@ -223,13 +217,13 @@ class Decoder:
         siblings = (row for row, other in self._rows.busy() if group is not None and other.group == group)
         sibling = next(siblings, None)
         row = self._rows.place_for(request.prompt, reuses)
-        tap = None if request.prompt_logprobs is None else partial(self._score_prompt, request)
+        tap = None if request.prompt_logprobs is None else partial(score_prompt, self._runner, request)
         if self._reuses == "nothing" or tap is not None:
             self._runner.cache.prefilled.pop(row, None)
         if sibling is not None and tap is None:
             self._runner.copy_prompt(sibling, row)
         prefill = Prefill(self._runner, row, request.prompt, self._prefill_tokens, reuses, tap)
-        request.n_reused = prefill.n_reused
+        request.started, request.n_reused = time.perf_counter(), prefill.n_reused
         self._rows.begin(row, request.n_reused)
         # Drafters do not copy rows, and follow the last token of each prompt, from which heads begin.
         n_followed = min(request.n_reused, len(request.prompt) - 1) if reuses and sibling is None else 0
@@ -246,24 +240,13 @@ class Decoder:
             self._sync.follow(drafter, [(row, request, n_held)], self._rounds.mode)
         return n_tokens
 
-    def _score_prompt(self, request: Request, start: int, hidden: torch.Tensor) -> None:
-        """Append log-probabilities of the prompt's tokens after positions `start` on, by `hidden [n, dim]`."""
-        assert request.prompt_logprobs is not None
-        del request.prompt_logprobs[start:]  # of a prefill that was interrupted
-        following = request.prompt[start + 1 : start + 1 + len(hidden)]
-        for first in range(0, len(following), SCORED):
-            tokens = following[first : first + SCORED]
-            logits = self._runner.model.logits(hidden[first : first + len(tokens)])
-            if self._runner.ranks.leads:
-                request.prompt_logprobs += logprobs_of([tokens], logits[None], [request.n_top])[0]
-
     def _start(self, row: int, request: Request, prefilled: Prefilled) -> None:
         """Emit the first token of a prompt that is in its row; the row is free again if that ends it."""
         tokens = list[int]()
         if prefilled.bad_position is None:
             mode = GREEDY if request.sampling.greedy else self._rounds.mode
             tokens = [first_token(self._runner, mode, request, prefilled.logits)][: request.limit]
-        (logprobs,) = self._logprobs([request], [tokens], prefilled.logits[None, None])
+        (logprobs,) = scores_of(self._runner, [request], [tokens], prefilled.logits[None, None])
         self._adding_to = [request]
         self._rows.requests[row] = self._waiting.popleft()
         request.emit(tokens)
@@ -327,23 +310,12 @@ class Decoder:
         self._controller.observe(choice, [len(outcome.block) - 1 for (_, request), outcome in computed if request])
         seconds, drafted = time.perf_counter() - started, choice._replace(gamma=round_.n_drafts)
         self._progress.emitted(n_emitted := sum(row.emitted for row in rows))
-        self._progress.ended(stats := RoundStats(seconds, len(busy), n_emitted, drafted, tuple(rows)))
-        return stats
-
-    def _logprobs(
-        self, requests: Sequence[Request | None], blocks: Sequence[list[int]], logits: torch.Tensor
-    ) -> list[list[Logprob]]:
-        """Return log-probabilities of each request's block: on the leader, and for requests that want them."""
-        want = [request is not None and request.logprobs is not None for request in requests]
-        if not any(want) or not self._runner.ranks.leads:
-            return [[] for _ in requests]
-        wanted = [block if wants else [] for block, wants in zip(blocks, want, strict=True)]
-        return logprobs_of(wanted, logits, [request.n_top if request else 0 for request in requests])
+        return RoundStats(seconds, len(busy), n_emitted, drafted, tuple(rows))
 
     def _commit(self, drafter: int | None, outcomes: Sequence[Outcome], round_: Round) -> list[RowRound]:
         """Emit each computed row's block, and free the rows that are done; return each row's part in the round."""
         requests, blocks = [request for _, request in self._rows.computed], [outcome.block for outcome in outcomes]
-        rows, logprobs = list[RowRound](), self._logprobs(requests, blocks, round_.logits)
+        rows, logprobs = list[RowRound](), scores_of(self._runner, requests, blocks, round_.logits)
         is_observed = self._progress.observes and self._runner.ranks.leads and round_.n_drafts > 0
         p, q = round_.logprobs() if is_observed else (None, None)
         each = zip(self._rows.computed, outcomes, logprobs, strict=True)

@@ -1,7 +1,7 @@
 """Requests: a prompt with its limits, the tokens emitted for it so far, and why it ended."""
 
 from collections.abc import Collection, Iterable, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from numbers import Integral
 from operator import index as as_integer
 from typing import Any, Literal, NamedTuple
@@ -12,7 +12,7 @@ from common.errors import flag, refuse
 from engine.runner import ModelRunner
 from engine.sampling.distribution import Logprob, SamplingParams
 from engine.sampling.grammars import Grammar
-from engine.stats import Counts, RoundStats, RowRound
+from engine.stats import Counts, RowRound
 
 FIX = "correct the Request, or the call to generate()"
 FinishReason = Literal["length", "stop", "error", "cancelled"] | None
@@ -30,14 +30,22 @@ class Outcome(NamedTuple):
 
 
 @dataclass(eq=False)
-class Inputs:
-    """A prompt to be continued by at most `limit` tokens, the stop token included.
+class Request:
+    """A prompt that a decoder continues by at most `limit` tokens, the stop token included, and its result so far.
 
     limit: 0 only with prompt_logprobs. id: keys its random numbers with the seed, 0 <= id < 2**32. index: its name in
     messages. speculate: False for plain rounds while it decodes. group: requests of a group have the same prompt, which
     runs once if they decode at the same time. prediction: tokens that drafters may look matches up in. grammar: rules
     that the answer follows, in their first state, or None. Errors: ConfigError naming a field that is not of integers,
     or out of range.
+
+    logprobs, prompt_logprobs: lists that a decode adds log-probabilities to, on the rank that decides, or None: the
+    model's at temperature 1 and without filters, of each new token, and of the prompt's tokens after the first; then
+    the whole prompt runs. n_top: likeliest ids in each of them.
+
+    text: the prompt and `tokens` once it is submitted, a list that grows, so that a round copies neither. started:
+    seconds of `time.perf_counter` when it got a row, 0 before. n_reused: tokens of the prompt that its row held.
+    n_predicted: draft tokens of its last draft that were copied from its prediction.
     """
 
     prompt: Sequence[int]
@@ -50,6 +58,18 @@ class Inputs:
     group: int | None = None
     prediction: Sequence[int] = ()
     grammar: Grammar | None = None
+    _: KW_ONLY
+    logprobs: list[Logprob] | None = None
+    prompt_logprobs: list[Logprob] | None = None
+    n_top: int = 0
+    tokens: list[int] = field(default_factory=list, init=False)
+    text: list[int] = field(default_factory=list, init=False, repr=False)
+    counts: Counts = field(default_factory=Counts, init=False)
+    finish_reason: FinishReason = field(default=None, init=False)
+    error: str | None = field(default=None, init=False)
+    started: float = field(default=0.0, init=False)
+    n_reused: int = field(default=0, init=False)
+    n_predicted: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.index = self._integers("index", [self.index])[0]
@@ -68,43 +88,6 @@ class Inputs:
             return [*map(as_integer, values)]
         except TypeError:
             refuse(f"prompt {self.index}: {name}", values, "integers")
-
-
-@dataclass(eq=False, kw_only=True)
-class Sinks:
-    """Lists that a decode adds log-probabilities to, or None: the model's at temperature 1 and without filters, on the
-    rank that decides.
-
-    logprobs: of each new token. prompt_logprobs: of the prompt's tokens after the first; then the whole prompt runs.
-    n_top: likeliest ids in each of them.
-    """
-
-    logprobs: list[Logprob] | None = None
-    prompt_logprobs: list[Logprob] | None = None
-    n_top: int = 0
-
-
-@dataclass(eq=False)
-class Result:
-    """The tokens and figures that a request got so far, and why it ended.
-
-    text: the prompt and `tokens` once it is submitted, a list that grows, so that a round copies neither. n_reused:
-    tokens of the prompt that its row held. n_predicted: draft tokens of its last draft that were copied from its
-    prediction.
-    """
-
-    tokens: list[int] = field(default_factory=list, init=False)
-    text: list[int] = field(default_factory=list, init=False, repr=False)
-    counts: Counts = field(default_factory=Counts, init=False)
-    finish_reason: FinishReason = field(default=None, init=False)
-    error: str | None = field(default=None, init=False)
-    n_reused: int = field(default=0, init=False)
-    n_predicted: int = field(default=0, init=False)
-
-
-@dataclass(eq=False)
-class Request(Inputs, Sinks, Result):
-    """A prompt that a decoder continues: its inputs, lists to add to, and its result so far."""
 
     @property
     def length(self) -> int:
@@ -168,9 +151,9 @@ class VerifiedRow:
 
 class Progress:
     """Callbacks of a decoder, which do nothing here: tokens that are prefilled, and a round's emitted tokens of all
-    rows; before these, for each row, a round's outcome and how many tokens of its block were kept; after them, the
-    round's times; and every request that ends by itself. If it `observes`, alike on all ranks, each row's verified
-    drafts, too, on the rank that decides; rounds are then not captured."""
+    rows; before these, for each row, a round's outcome and how many tokens of its block were kept; and every request
+    that ends by itself. If it `observes`, alike on all ranks, each row's verified drafts, too, on the rank that
+    decides; rounds are then not captured."""
 
     observes = False
 
@@ -178,7 +161,6 @@ class Progress:
     def prefilled(self, n_tokens: int) -> None: ...
     def decoded(self, request: Request, outcome: Outcome, n_kept: int) -> None: ...
     def emitted(self, n_tokens: int) -> None: ...
-    def ended(self, round_: RoundStats) -> None: ...
     def finished(self, request: Request) -> None: ...
 
 

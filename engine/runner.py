@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from common.errors import UserError, flag, refuse
 from engine.graphs import CapturedParts
-from engine.parallel.ranks import ALONE, ModelRanks, Ranks
+from engine.parallel.ranks import ALONE, Ranks
 from engine.prefix_store import PrefixStore
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
 from kv_cache.base import Prefilled
 from kv_cache.entries import LARGEST
-from models import ModelConfig, Transformer
+from models import Transformer
 from models.attention import MAX_BLOCK
-from models.llama import logits_dtype
-from models.tensor_parallel import vocab_widths
 
 Items = TypeVar("Items", list[Any], range)
 # Called after each chunk of a prompt with its first position and its hidden states `[n, dim]`.
@@ -306,29 +304,3 @@ class Prefill:
                 runner.prefixes.save(runner.cache, self._row, prompt, logits, self._done.bad_position)
         runner.cache.prefilled[self._row] = self._done
         return self._done
-
-
-@dataclass(frozen=True)
-class RemoteRunner:
-    """Stands for the ModelRunner of a model that other ranks hold: the same calls, no weights and no cache."""
-
-    config: ModelConfig
-    dtype: torch.dtype
-    max_batch: int
-    ranks: Ranks
-    holders: ModelRanks
-    cache: ClassVar[None] = None
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    def extend(self, texts: object) -> None:
-        """Do nothing: only ranks that hold the model fill its cache."""
-
-    def last_logits(self, tokens: Tensor, positions: Tensor, cache: object = None) -> Tensor:
-        """Return the logits `[B, V]` that the holders gather; they are empty on ranks that do not decide."""
-        widths = vocab_widths(self.vocab_size, len(self.holders.ranks))
-        where = tokens.device
-        nothing = torch.zeros(len(tokens), max(widths), dtype=logits_dtype(self.dtype, where), device=where)
-        return self.holders.gather(nothing, widths) if self.ranks.leads else nothing[:, :0]

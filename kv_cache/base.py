@@ -69,8 +69,6 @@ class KVCache(ABC):
 
     # True if slot i holds position i or nothing, with no gap below a query: visibility is then a length.
     in_order = False
-    # True if backends go by the positions of slots, so that a forward can hide some of them (`SeenSlots`).
-    hides_slots = True
     # True if a policy selects entries of a prompt longer than the cache by content, with `selected`.
     selects = False
     # The longest context that a row can follow; None: no bound.

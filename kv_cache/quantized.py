@@ -35,7 +35,6 @@ class QuantizedKVCache(FullKVCache):
     entries: those of the ring, `[n_layer, 2, max_batch, n_kv_head, window + 3 * group, head_dim]`.
     """
 
-    hides_slots = False
     # True: a CPU skips writes that change nothing. False while a round is captured, where the host cannot decide.
     asks_host = True
 

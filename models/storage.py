@@ -22,11 +22,6 @@ KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 WIDER = {"float64", "float32", "float16"}
 
 
-def multiplies_bfloat16() -> bool:
-    """Return whether this CPU has instructions for products of bfloat16 (AVX-512, AMX), which oneDNN else emulates."""
-    return bool(torch.cpu._is_avx512_bf16_supported())
-
-
 def auto_dtype(device: str, source: ModelSource) -> tuple[torch.dtype, str]:
     """Return the dtype that `--dtype auto` stands for, and why.
 
@@ -34,7 +29,7 @@ def auto_dtype(device: str, source: ModelSource) -> tuple[torch.dtype, str]:
     """
     if device != "cpu":
         return torch.bfloat16, "on a GPU"
-    if not multiplies_bfloat16():
+    if not torch.cpu._is_avx512_bf16_supported():  # nor AMX: oneDNN emulates such products
         return torch.float32, "this CPU has no instructions for products of bfloat16"
     if not source.has_text:
         return torch.bfloat16, "which this CPU multiplies; random weights"

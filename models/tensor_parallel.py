@@ -5,17 +5,20 @@ each ends in an all-reduce. Query heads stay with their KV head. Embedding and h
 Sizes need not divide evenly: parts differ by at most one KV head, unit or token id.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import flag, refuse
+from common.process import LEADER
 from models.config import ModelConfig
 from models.llama import Block, Embedding, FeedForward, Head, Transformer
 
@@ -37,17 +40,54 @@ class Shard:
 WHOLE = Shard(0, 1)
 
 
-class Exchange(Protocol):
-    """Collective operations of the ranks that share a model."""
+@dataclass(frozen=True)
+class ModelRanks:
+    """The ranks that each hold a shard of a model, in the order of the shards, and their collective operations. Logits
+    go to the leader, even if it holds no shard."""
+
+    ranks: tuple[int, ...]
+    own_rank: int
+    group: dist.ProcessGroup | None
+    gather_group: dist.ProcessGroup | None
 
     @property
-    def shard(self) -> Shard: ...
+    def holds(self) -> bool:
+        """True if this process holds a shard."""
+        return self.own_rank in self.ranks
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.ranks.index(self.own_rank), len(self.ranks))
+
+    @property
+    def backend(self) -> str:
+        """The name of the library that sums over ranks, "nccl" or "gloo"; "none" on a single rank.
+
+        NCCL's name has the variable that lets PyTorch sum through symmetric memory within a node: it changes bits.
+        """
+        name = "none" if self.group is None else dist.get_backend(self.group).rpartition(":")[2]
+        within_node = os.environ.get("ENABLE_INTRA_NODE_COMM")
+        return f"nccl, ENABLE_INTRA_NODE_COMM={within_node}" if name == "nccl" and within_node else name
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' `x`, which may be written over."""
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
+        return x
 
     def gather(self, x: Tensor, widths: list[int]) -> Tensor:
         """Join the ranks' `x [..., widths[shard]]` on the leader; other ranks get an empty `[..., 0]`."""
+        if self.gather_group is None:
+            return x
+        members = sorted({LEADER, *self.ranks})
+        # Collectives need equal shapes: narrower parts are padded, and cut again.
+        padded = F.pad(x, (0, max(widths) - x.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in members] if self.own_rank == LEADER else None
+        dist.gather(padded, parts, group=self.gather_group, group_dst=LEADER)
+        if parts is None:
+            return x[..., :0]
+        by_shard = zip(self.ranks, widths, strict=True)
+        return torch.cat([parts[members.index(rank)][..., :width] for rank, width in by_shard], dim=-1)
 
 
 def spans(n: int, count: int) -> list[Span]:
@@ -122,7 +162,7 @@ class Joined(nn.Module):
 class VocabParallelEmbedding(Embedding):
     """Embeddings of this rank's token ids and 0 for other ids, summed over ranks."""
 
-    def __init__(self, weight: Tensor, ids: Span, exchange: Exchange) -> None:
+    def __init__(self, weight: Tensor, ids: Span, exchange: ModelRanks) -> None:
         super().__init__(weight.shape[0], weight.shape[1], _weight=weight, _freeze=True)
         self._exchange = exchange
         self._first, self._end = ids
@@ -133,7 +173,7 @@ class VocabParallelEmbedding(Embedding):
         return self._exchange.all_reduce(embedded.masked_fill(elsewhere[..., None], 0))
 
 
-def parallelise(model: Transformer, config: ModelConfig, exchange: Exchange) -> None:
+def parallelise(model: Transformer, config: ModelConfig, exchange: ModelRanks) -> None:
     """Connect a Transformer, this rank's part of the model of `config`, to the other ranks.
 
     Its `config` keeps the heads of the part, for caches, and gets the whole vocabulary.

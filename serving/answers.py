@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.record import rounded
 from engine.stats import Counts, total
-from models.checkpoints.reasoning import TAGS, ReasoningParser
+from models.checkpoints.reasoning import TAGS, certain_end, parted
 from models.checkpoints.text_stream import TextStream
 from models.checkpoints.tokenizer import Tokenizer
 from models.checkpoints.tool_calls import MARKS, ToolCallParser
@@ -93,26 +93,14 @@ def prompt_tokens(prompt: Sequence[int], tokenizer: Tokenizer, specials: Mapping
     return tokens
 
 
-class Stops:
-    """Cuts a growing text at its first complete stop string; if several end there, the longest counts. keeps: the text
-    ends after the stop string, else before it; then text is held back while it may begin a stop string."""
-
-    def __init__(self, stops: Sequence[str], keeps: bool) -> None:
-        self._stops, self._keeps, self._text, self._n_sent = stops, keeps, "", 0
-
-    def add(self, text: str, is_last: bool = False) -> tuple[str, bool]:
-        """Return the text that can be sent, and whether a stop string has ended the answer."""
-        self._text += text
-        found = [(start + len(stop), start) for stop in self._stops if (start := self._text.find(stop)) >= 0]
-        if found:
-            end = min(found)[0 if self._keeps else 1]
-        elif self._keeps or is_last:
-            end = len(self._text)
-        else:
-            starts, rest = range(self._n_sent, len(self._text)), self._text
-            end = next((i for i in starts if any(stop.startswith(rest[i:]) for stop in self._stops)), len(rest))
-        sent, self._n_sent = self._text[self._n_sent : end], end
-        return sent, bool(found)
+def cut(text: str, stops: Sequence[str], keeps: bool, is_last: bool = False) -> tuple[str, bool]:
+    """Return a growing text up to its first complete stop string, and whether there is one; if several end there, the
+    longest counts. keeps: the text ends after the stop string, else before it; then text that may begin a stop string
+    is left out until `is_last`."""
+    found = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
+    if found:
+        return text[: min(found)[0 if keeps else 1]], True
+    return text[: len(text) if keeps or is_last else certain_end(text, stops)], False
 
 
 @dataclass(eq=False)
@@ -121,12 +109,14 @@ class Answer:
     all answers to a body share. has_logprobs: whether the client gets log-probabilities. prompt: the tokens of the
     prompt, where the client gets them. received, first, ended: seconds of `time.perf_counter`; `first` is the first
     token's. predicted: draft tokens that were copied from the request's prediction; of these `predicted_accepted` were
-    accepted. reasoning, tool_calls: take reasoning and then calls of tools out of the text."""
+    accepted. stops, keeps_stop: see `cut`. begins: whether the text begins with reasoning (see `parted`). tool_calls:
+    takes calls of tools out of the text after that."""
 
     request: ServedRequest
     tokenizer: Tokenizer
     specials: Mapping[int, str]
-    stops: Stops
+    stops: Sequence[str]
+    keeps_stop: bool
     counts: Counts
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     has_logprobs: bool = True
@@ -140,11 +130,12 @@ class Answer:
     predicted_accepted: int = 0
     tokens: list[Token] = field(default_factory=list)
     watcher: "asyncio.Task[None] | None" = None  # ends the answer when its client leaves
-    reasoning: ReasoningParser = field(default_factory=ReasoningParser)
+    begins: bool | None = False
     tool_calls: ToolCallParser = field(default_factory=ToolCallParser)
 
     def __post_init__(self) -> None:
         self._stream = TextStream(self.tokenizer)
+        self._written, self._reasoning, self._said = "", "", ""  # all text, and its parts that were given out
 
     @property
     def text(self) -> str:
@@ -170,11 +161,9 @@ class Answer:
             is_end = is_last and id_ in self.request.stop_tokens  # no text, even if the tokenizer takes it for some
             text = "" if is_end else self._stream.add(id_)
             special = self._name(id_) if is_end else self.specials.get(id_)
-            marks = (*(MARKS if self.tool_calls.names else ()), *(() if self.reasoning.is_open is False else TAGS))
-            mark = special if special and special in marks else ""
-            delta, has_ended = self.stops.add(text + mark)
-            reasoning, delta = self.reasoning.add(delta, has_ended)
-            delta = self.tool_calls.add(delta, has_ended)
+            begins_call = special in MARKS and bool(self.tool_calls.names)
+            is_mark = begins_call or (special in TAGS and parted(self._written, self.begins)[1] is None)
+            reasoning, delta, has_ended = self._add(text + special if special and is_mark else text)
             offset = sum(last.offset + len(last.delta) for last in (self.tokens or self.prompt)[-1:])
             logprob, top = update.logprobs[place] if update.logprobs else (None, [])
             origin = special is not None, place < update.accepted, update.round
@@ -195,15 +184,24 @@ class Answer:
                 self.failure = Failure(424, "generation", update.request.error)
         self._notify(update.time)
 
+    def _add(self, text: str, is_last: bool = False) -> tuple[str, str, bool]:
+        """Return what more text adds to the reasoning and to the text after it, and whether it completes a stop
+        string."""
+        self._written += text
+        shown, has_ended = cut(self._written, self.stops, self.keeps_stop, is_last)
+        reasoning, said = parted(shown, self.begins, is_last or has_ended)
+        new = reasoning[len(self._reasoning) :], (said or "")[len(self._said) :]
+        self._reasoning, self._said = reasoning, said or ""
+        return new[0], self.tool_calls.add(new[1], is_last or has_ended), has_ended
+
     def _add_rest(self) -> None:
         """Add to the last token the text that waited for more: half a character, or the beginning of a stop string."""
         if not self.tokens:
             return
         rest, last = self._stream.rest(), self.tokens[-1]
-        delta, has_ended = self.stops.add(rest, is_last=True)
-        reasoning, delta = self.reasoning.add(delta, is_last=True)
+        reasoning, delta, has_ended = self._add(rest, is_last=True)
         last.reasoning += reasoning
-        last.delta += self.tool_calls.add(delta, is_last=True)
+        last.delta += delta
         last.calls = last.calls + self.tool_calls.parts
         last.text += "" if last.special else rest
         if has_ended and self.finish in (EOS, LENGTH):

@@ -5,12 +5,11 @@ Where ranks share the model, the leader decides which requests join and leave, a
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from tyro.conf import arg
 
@@ -30,7 +29,6 @@ from engine.drafters import Drafter
 from engine.drafters.standalone import drop_kept_prompts
 from engine.requests import FinishReason, Progress, Request, VerifiedRow
 from engine.sampling.distribution import Logprob, SamplingParams
-from engine.stats import RoundStats
 
 # While nothing decodes, ranks exchange a message this often, in seconds, so that no collective times out; and a signal
 # that came just before the wait is noticed.
@@ -62,13 +60,16 @@ class Batch:
 
 @dataclass(eq=False)
 class ServedRequest(Request):
-    """A client's request for the decoder; `index` is its number. started: seconds of `time.perf_counter` when it got a
-    row, 0 before. n_published, drafted, accepted: numbers of tokens and drafts that updates have reported."""
+    """A client's request for the decoder; `index` is its number. n_published, drafted, accepted: numbers of tokens and
+    drafts that updates have reported."""
 
-    started: float = 0.0
     n_published: int = 0
     drafted: int = 0
     accepted: int = 0
+
+
+# A request to submit, the number of a request to cancel, or None to stop.
+Order: TypeAlias = ServedRequest | int | None
 
 
 class Update(NamedTuple):
@@ -91,7 +92,7 @@ class Scheduler(Progress):
     """The only user of a session's `Decoder`. `submit`, `cancel` and `stop` are for any thread of the leader; `run` is
     for the thread that opened the session, on every rank.
 
-    waiting, running: requests without and with a row. publish: called on the leader with the updates of each prefill
+    running: requests that have not ended, by number. publish: called on the leader with the updates of each prefill
     and each round. round_seconds: seconds in rounds. between_seconds: seconds in neither a round nor a prefill while a
     request decodes. step_began: when the present step began, by `time.perf_counter`; None while idle."""
 
@@ -106,8 +107,7 @@ class Scheduler(Progress):
         how["reuses"] = "nothing" if batch.no_prefix_reuse else "prefixes"
         self._decoder = Decoder(session.runner, controller, **how)
         self._decoder.expect(session.plan.sampling)
-        self._inbox: SimpleQueue[ServedRequest | int | None] = SimpleQueue()
-        self.waiting: deque[ServedRequest] = deque()
+        self._inbox: SimpleQueue[Order] = SimpleQueue()
         self.running: dict[int, ServedRequest] = {}
         self.step_began: float | None = None
 
@@ -127,48 +127,39 @@ class Scheduler(Progress):
         while True:
             began, was_idle, prefilled = time.perf_counter(), not self.running, self._decoder.prefill_seconds
             orders = self._ranks.broadcast_object(self._orders)
-            if orders is None:
+            if None in orders:
                 self._runner.drop_graphs()  # a communicator waits for graphs that it is part of
                 return
-            self._obey(*orders)
+            for order in orders:
+                self._obey(order)
             done = self._decoder.step() if self.running else None
             self.emitted()
+            self._log_verified()
             if done is not None:
                 rest = time.perf_counter() - began - done.seconds - (self._decoder.prefill_seconds - prefilled)
                 self.n_rounds, self.round_seconds = self.n_rounds + 1, self.round_seconds + done.seconds
                 self.between_seconds += 0 if was_idle else rest
 
-    def _orders(self) -> tuple[list[ServedRequest], list[int]] | None:
-        """Return the requests that every rank submits before a step, and those that it cancels; None to stop. Waits
-        while there is nothing to do."""
+    def _orders(self) -> list[Order]:
+        """Return what has come for every rank to obey before a step. Waits while there is nothing to do."""
         self.step_began = None
-        cancelled, waits = list[int](), not self.running and not self.waiting
+        orders, waits = list[Order](), not self.running
         with suppress(Empty):
             while True:
-                event = self._inbox.get(waits, HEARTBEAT_SECONDS)
+                orders.append(self._inbox.get(waits, HEARTBEAT_SECONDS))
                 waits = False
-                if event is None:
-                    return None
-                if isinstance(event, ServedRequest):
-                    self.waiting.append(event)
-                elif event in self.running and event not in cancelled:
-                    cancelled.append(event)
-                else:
-                    self.waiting = deque(request for request in self.waiting if request.index != event)
-        n_free = self._runner.max_batch - len(self.running) + len(cancelled)
         self.step_began = time.perf_counter()
-        return [self.waiting.popleft() for _ in range(min(n_free, len(self.waiting)))], cancelled
+        return orders
 
-    def _obey(self, submitted: list[ServedRequest], cancelled: list[int]) -> None:
-        for index in cancelled:
-            self._decoder.cancel(self.running.pop(index))
-        for request in submitted:
-            request.started = time.perf_counter()
-            self.running[request.index] = request
+    def _obey(self, order: Order) -> None:
+        if isinstance(order, ServedRequest):
+            self.running[order.index] = order
             try:
-                self._decoder.submit(request)
+                self._decoder.submit(order)
             except UserError as error:
-                request.finish_reason, request.error = "error", str(error)
+                order.finish_reason, order.error = "error", str(error)
+        elif order in self.running:
+            self._decoder.cancel(self.running.pop(order))
 
     def emitted(self, n_tokens: int = 0) -> None:
         """Publish new tokens; the first token after a prompt is published before the round that follows."""
@@ -181,7 +172,7 @@ class Scheduler(Progress):
         if self._log is not None:
             self._verified.extend({"run": self._run} | line for line in verified_drafts(row))
 
-    def ended(self, round_: RoundStats) -> None:
+    def _log_verified(self) -> None:
         """Append the round's verified draft tokens to their file; if that fails, say so, and log no more: rounds stay
         as slow as they are with a log."""
         if self._verified and self._log is not None:

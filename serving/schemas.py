@@ -5,11 +5,10 @@ A list is checked up to its first wrong value, since checks run on the event loo
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -28,9 +27,6 @@ DRAWN_SEEDS = 2**32
 LONGEST_STOP, MOST_BIASES = 256, 1024
 FILTERS = "top_k", "top_p", "min_p", "typical_p"
 EDITS = "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"
-# Fields of messages that chat templates read as they are.
-AS_GIVEN = {"name", "tool_calls", "tool_call_id", "reasoning_content"}
-LENGTHS = AliasChoices("max_completion_tokens", "max_tokens")
 # Keys of generation_config.json that give fields of requests their defaults, as in vLLM, and the fields.
 RECOMMENDED = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 RECOMMENDED["max_new_tokens"] = "max_tokens"
@@ -66,7 +62,6 @@ Count = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
 Switch = Annotated[bool, Field(strict=True)]
 # JSON that text can be written of: neither half a character nor more than 200 levels.
 Object = Annotated[dict[str, Any], AfterValidator(lambda value: from_json(to_json(value)))]
-Arguments = Annotated[Object, BeforeValidator(lambda text: from_json(text or "{}") if isinstance(text, str) else text)]
 Likeliest = Annotated[int, Field(ge=0, le=20, strict=True)]
 Natural = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 TokenIds = Annotated[list[Natural], Field(fail_fast=True)]
@@ -114,13 +109,21 @@ class Body(BaseModel):
         return {k: v for k, v in given.items() if k in cls.model_fields or v not in NEUTRAL.get(k, ())}
 
 
+class Function(Body):
+    """A function that answers may call."""
+
+    name: Name
+    description: Text = ""
+    parameters: Object = {}
+
+
 class Calls(NamedTuple):
     """The tools of a conversation. variables: for the chat template. offered: the tools that it reads. required: the
     functions of which the answer has to call one. most: the most calls of an answer; None for any number."""
 
     variables: Mapping[str, Any] = {}
     offered: Sequence[Mapping[str, Any]] = ()
-    required: Sequence["Function"] = ()
+    required: Sequence[Function] = ()
     most: int | None = None
 
 
@@ -245,98 +248,3 @@ class Completion(OpenAISpec):
     best_of: Count | None = None  # samples of a prompt, of which the `n` of highest mean log-probability are answered
     echo: Switch = False  # the answer begins with the prompt, `logprobs` with those of its tokens after the first
     logprobs: Likeliest | None = None  # of each token, and of this number of likeliest tokens
-
-
-class TextPart(Body):
-    type: Literal["text"]
-    text: Text
-
-
-def _parts(text: Any) -> Any:
-    return [{"type": "text", "text": text}] if isinstance(text, str) else text
-
-
-def joined(parts: Sequence[TextPart]) -> str:
-    return "".join(part.text for part in parts)
-
-
-# Parts of a text; a text is a single part.
-Content = Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_parts)]
-
-
-class Prediction(Body):
-    type: Literal["content"]
-    content: Content
-
-
-class Function(Body):
-    """A function that answers may call."""
-
-    name: Name
-    description: Text = ""
-    parameters: Object = {}
-
-
-class Tool(Body):
-    type: Literal["function"] = "function"
-    function: Function
-
-
-class FunctionCall(Body):
-    name: Name
-    arguments: Arguments = {}
-
-
-class ToolCall(Body):
-    """A call in an earlier answer."""
-
-    id: Text = ""
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    name: Text = ""
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = []
-    tool_call_id: Text = ""
-    content: Content = []
-    reasoning_content: Text = ""
-
-    @model_validator(mode="after")
-    def _require_content(self) -> "Message":
-        if self.role != "assistant" and ("content" not in self.model_fields_set or self.tool_calls):
-            raise ValueError("needs content and no tool_calls, unless it is the assistant's")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates read it: with the arguments of calls as objects."""
-        content = None if self.tool_calls and not self.content else joined(self.content)
-        more = self.model_dump(exclude_unset=True, include=AS_GIVEN)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content, **more}
-
-
-class ChatCompletion(OpenAISpec):
-    """The body of /v1/chat/completions."""
-
-    PROMPT, LENGTH = "messages", "max_completion_tokens"
-
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # roles: also developer (system) and tool
-    max_tokens: Annotated[Count | None, Field(validation_alias=LENGTHS)] = None  # default: a row's room
-    logprobs: Switch = False  # of the chosen tokens
-    top_logprobs: Likeliest = 0  # of the likeliest, with `logprobs`
-    prediction: Prediction | None = None  # a text like the answer, which `suffix` drafters read
-    chat_template_kwargs: Object = {}  # variables for the chat template, such as `{"enable_thinking": false}` for Qwen3
-    tools: Annotated[list[Tool], Field(fail_fast=True)] = []  # functions that the answer may call
-    tool_choice: Literal["none", "auto", "required"] | Tool = "auto"  # none: tools are hidden; required: a call
-    parallel_tool_calls: Switch = True  # false: only the first call of an answer counts
-
-    def calls(self) -> Calls:
-        choice = self.tool_choice
-        required = [
-            tool.function
-            for tool in self.tools
-            if choice == "required" or (isinstance(choice, Tool) and choice.function.name == tool.function.name)
-        ]
-        offered = [] if choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools]
-        return Calls(self.chat_template_kwargs, offered, required, None if self.parallel_tool_calls else 1)

@@ -26,9 +26,10 @@ from common.say import say
 from engine.drafters.config import Trait
 from serving.answers import Failure
 from serving.app import error_response, make_app
+from serving.intake import Limits
 from serving.scheduler import Batch, Scheduler, open_session
 from serving.schemas import sampling_defaults
-from serving.service import Limits, Service
+from serving.service import Service
 
 API_KEY = "FORETOKEN_API_KEY"
 # Seconds that finished answers have to be written.

@@ -1,8 +1,7 @@
-"""The event loop's side of the server: checks, tokenises and queues requests, and passes updates to answers."""
+"""The event loop's side of the server: queues requests, and passes updates to their answers."""
 
 import asyncio
 import json
-import re
 import sys
 import time
 import traceback
@@ -10,121 +9,35 @@ from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cached_property, partial
+from functools import partial
 from itertools import count
-from typing import Annotated, Any
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
-from tyro.conf import arg
 
 from bench.record import rounded
 from bench.session import Session
 from common.errors import UserError
-from engine.drafters.config import Trait
-from engine.sampling.distribution import LONGEST_BAN
-from engine.sampling.grammars import Grammar, Grammars, call_grammar
 from engine.stats import Counts
-from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError
-from models.checkpoints.reasoning import ReasoningParser, reasons_after
-from models.checkpoints.tool_calls import MARKS, ToolCallParser
-from serving.answers import CANCELLED, TOO_LONG, Answer, Failure, Stops, internal, invalid, prompt_tokens, require
+from models.checkpoints.tool_calls import ToolCallParser
+from serving.answers import CANCELLED, Answer, Failure, internal, invalid, prompt_tokens
+from serving.intake import Intake, Limits, Prompt
+from serving.metrics import Metrics
 from serving.scheduler import Scheduler, ServedRequest, Update
-from serving.schemas import Calls, ChatCompletion, GenerationSpec, Prediction, joined
+from serving.schemas import GenerationSpec
 
 # A step that takes longer than this many seconds hangs: it runs a chunk of a prompt and a round.
 HUNG_SECONDS = 120.0
-SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-LONGEST_OPENING = 16  # tokens at the end of a prompt, among which it opens or closes reasoning
-TOKENS = tuple(2**i for i in range(15))
 Samples = tuple[str, int]  # the number of samples of a prompt, after the name of the field that says it
-Prompt = str | Sequence[int] | Sequence[dict[str, Any]]  # a text, token ids, or a conversation
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits beyond which a request is refused."""
-
-    max_queue: int = 64  # samples that wait for a row; a request for further ones is answered with 429
-    max_input_length: Annotated[int | None, arg(help_behavior_hint="(default: what a row has room for)")] = None
-    """tokens of a prompt"""
-    max_new_tokens: int = 2048  # tokens that a request may ask for
-    max_stop_sequences: int = 8  # stop strings of a request
-    max_body_bytes: int = 2_000_000  # of a request
-    request_seconds: float = 600  # seconds that a request may take, waiting included
-    no_plain_requests: bool = False
-    """refuse `"speculate": false`, which makes all rounds plain while such a request runs"""
-
-
-class Metrics:
-    """Prometheus metrics, with the names of text-generation-inference and vLLM where these have them. gamma: the most
-    that a round drafts."""
-
-    def __init__(self, gamma: int) -> None:
-        self.registry = CollectorRegistry()
-        counter, histogram = partial(Counter, registry=self.registry), partial(Histogram, registry=self.registry)
-        self.requests = counter("tgi_request_count", "Requests for tokens")
-        self.answered = counter("tgi_request_success", "Requests that were answered")
-        self.failures = counter("tgi_request_failure", "Requests that failed, by the kind of the error", ["err"])
-        self.prompt_tokens = counter("foretoken_prefill_tokens", "Prompt tokens that were run")
-        self.reused_tokens = counter("foretoken_reused_prompt_tokens", "Prompt tokens that were still in a row")
-        self.new_tokens = counter("foretoken_decode_tokens", "New tokens")
-        drafts = "vllm:spec_decode_num_"
-        self.rounds = counter(f"{drafts}drafts", "Rounds of a row with drafts")
-        self.drafted = counter(f"{drafts}draft_tokens", "Draft tokens")
-        self.accepted = counter(f"{drafts}accepted_tokens", "Accepted draft tokens")
-        at = counter(f"{drafts}accepted_tokens_per_pos", "Accepted draft tokens by position in a round", ["position"])
-        self.accepted_at = [at.labels(str(position)) for position in range(gamma)]
-        buckets = range(gamma + 1)
-        self.skipped = histogram("tgi_request_skipped_tokens", "Accepted drafts of a row and round", buckets=buckets)
-        self.prompt_length = histogram("tgi_request_input_length", "Prompt tokens of a request", buckets=TOKENS)
-        self.length = histogram("tgi_request_generated_tokens", "New tokens of a request", buckets=TOKENS)
-        seconds = partial(histogram, buckets=SECONDS)
-        self.duration = seconds("tgi_request_duration", "Seconds from request to answer")
-        self.queue_duration = seconds("tgi_request_queue_duration", "Seconds until a row was free")
-        self.row_duration = seconds("tgi_request_inference_duration", "Seconds in a row")
-        self.per_token = seconds("tgi_request_mean_time_per_token_duration", "Seconds per token after the first")
-
-    def count_update(self, update: Update, n_kept: int) -> None:
-        """Count an update, of whose tokens the answer kept the first `n_kept`: a stop string may have cut it."""
-        accepted = min(update.accepted, n_kept)
-        self.new_tokens.inc(n_kept)
-        if update.round == 0:
-            self.prompt_tokens.inc(len(update.request.prompt) - update.request.n_reused)
-            self.reused_tokens.inc(update.request.n_reused)
-        else:
-            self.skipped.observe(accepted)
-        if update.drafted:
-            self.rounds.inc()
-            self.drafted.inc(update.drafted)
-            self.accepted.inc(accepted)
-            for counter in self.accepted_at[:accepted]:
-                counter.inc()
-
-    def count_answer(self, answer: Answer) -> None:
-        assert answer.first is not None and answer.ended is not None
-        started, n_new = answer.request.started, len(answer.tokens)
-        self.prompt_length.observe(len(answer.request.prompt))
-        self.length.observe(n_new)
-        self.duration.observe(answer.ended - answer.received)
-        self.queue_duration.observe(started - answer.received)
-        self.row_duration.observe(answer.ended - started)
-        if n_new > 1:
-            self.per_token.observe((answer.ended - answer.first) / (n_new - 1))
-
-    def text(self) -> bytes:
-        """Return all metrics. Counters of text-generation-inference lack the `_total` that the library appends."""
-        return re.sub(rb"\b(tgi_\w+)_total\b", rb"\1", generate_latest(self.registry))
 
 
 class Service(Collector):
-    """The answers that are being made. Only `call` may be used outside the event loop. max_total: tokens that a row has
-    room for. max_input: tokens that a prompt may have. down: why requests are no longer answered, or None. defaults:
-    values of fields that a request does not give; a length among them is cut to the room that is there."""
+    """The answers that are being made. Only `call` may be used outside the event loop. down: why requests are no longer
+    answered, or None. defaults: see `Intake`."""
 
     def __init__(
         self,
@@ -135,28 +48,13 @@ class Service(Collector):
         defaults: Mapping[str, Any],
         loop: AbstractEventLoop,
     ) -> None:
-        assert session.tokenizer is not None
         self.session, self.plan, self.scheduler, self.limits = session, session.plan, scheduler, limits
-        self.tokenizer = session.tokenizer
-        self.max_total = self.plan.capacity - self.plan.gamma - 1
-        self.max_input = min(limits.max_input_length or self.max_total, self.max_total - 1)
-        self.template: ChatTemplate | None = None
-        with suppress(NoChatTemplateError):
-            self.template = self.plan.target.chat_template()
-        self._has_reasoning = self.template is not None and self.template.has_reasoning
-        self._ends = self.plan.target.end_tokens  # read before the event loop has requests
+        self.intake = Intake(session, scheduler.verification, limits, defaults)
         self.answers: dict[int, Answer] = {}
         self.down: str | None = None
         self.loop, self.created, self.metrics = loop, int(time.time()), Metrics(self.plan.gamma)
         self.metrics.registry.register(self)
-        self._longest = min(limits.max_new_tokens, defaults.get("max_tokens", limits.max_new_tokens))
-        self._defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}
         self._log_prompts, self._numbers, self._n_rows = log_prompts, count(), session.runner.max_batch
-        pieces, n_ids = self.tokenizer.pieces(), self.plan.target.config.vocab_size
-        self._has_call_tokens = MARKS[0] in pieces
-        # Ids that no token has are named as by vLLM.
-        self._specials = {i: f"token_id:{i}" for i in range(n_ids) if i >= len(pieces) or pieces[i] is None}
-        self._specials |= {id_: name for name, id_ in self.tokenizer.control_tokens().items()}
         # One thread, since a tokenizer is switched while it encodes a conversation.
         self._thread = ThreadPoolExecutor(1, "tokenizer")
         scheduler.publish = lambda updates: self.call(self.on_updates, updates)
@@ -168,11 +66,11 @@ class Service(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that are read from the scheduler."""
-        scheduler, running = self.scheduler, [answer for answer in self.answers.values() if answer.first is not None]
+        scheduler, running = self.scheduler, [answer for answer in self.answers.values() if answer.request.started]
         n_entries = sum(len(answer.request.prompt) + len(answer.tokens) for answer in running)
         share = n_entries / (self._n_rows * self.plan.capacity)
-        yield GaugeMetricFamily("tgi_queue_size", "Requests that wait for a row", len(scheduler.waiting))
-        yield GaugeMetricFamily("tgi_batch_current_size", "Requests in a row", len(scheduler.running))
+        yield GaugeMetricFamily("tgi_queue_size", "Requests that wait for a row", len(self.answers) - len(running))
+        yield GaugeMetricFamily("tgi_batch_current_size", "Requests in a row", len(running))
         yield GaugeMetricFamily("foretoken_rows", "Rows", self._n_rows)
         yield GaugeMetricFamily("foretoken_kv_use", "Share of the KV entries that running requests hold", share)
         yield CounterMetricFamily("foretoken_rounds", "Rounds", scheduler.n_rounds)
@@ -195,7 +93,7 @@ class Service(Collector):
         n_top: the likeliest ids next to each log-probability; None: no log-probabilities. echo: answers have the tokens
         of their prompts. Raises Failure for a request that cannot be answered."""
         self.require_health()
-        spec = spec.with_defaults(self._defaults)
+        intake, spec = self.intake, spec.with_defaults(self.intake.defaults)
         (field, n_samples), room = n, self._n_rows + self.limits.max_queue
         if (n_all := n_samples * len(prompts)) > room:
             field = spec.PROMPT if len(prompts) > room else field
@@ -205,8 +103,8 @@ class Service(Collector):
             raise Failure(429, "overloaded", "the queue is full: try again later", headers={"Retry-After": "1"})
         calls = spec.calls()
         for prompt in prompts:
-            self._check(spec, prompt, calls)
-        ends = () if spec.ignore_eos else self._ends
+            intake.check(spec, prompt, calls)
+        ends = () if spec.ignore_eos else intake.ends
         answers, changed, first = http.scope["state"]["answers"], asyncio.Event(), spec.sampling()
         # Log-probabilities rank the samples of best_of.
         has_logprobs = n_top is not None or (n_samples > 1 and field != "n")
@@ -215,8 +113,8 @@ class Service(Collector):
             request = ServedRequest([], 0, ends, first, i, speculate=spec.speculate)
             request.index, request.n_top = next(self._numbers), n_top or 0
             request.logprobs = [] if has_logprobs else None
-            stops, counts = Stops(spec.stop, spec.KEEPS_STOP), Counts.of_gamma(self.plan.gamma)
-            answer = Answer(request, self.tokenizer, self._specials, stops, counts, changed, n_top is not None)
+            text, counts = (spec.stop, spec.KEEPS_STOP), Counts.of_gamma(self.plan.gamma)
+            answer = Answer(request, intake.tokenizer, intake.specials, *text, counts, changed, n_top is not None)
             answer.tool_calls = ToolCallParser([tool["function"]["name"] for tool in calls.offered], calls.most)
             answers.append(answer)
             self.answers[request.index] = answer
@@ -225,7 +123,7 @@ class Service(Collector):
         for i, prompt in enumerate(prompts):
             if answers[0].finish is None:  # the client has not left
                 await self._prepare(spec, prompt, answers[i * n_samples : (i + 1) * n_samples], echo)
-        grammar, bans, prediction = await run(self._shared, spec, calls, answers[0].reasoning.is_open)
+        grammar, bans, prediction = await run(intake.shared, spec, calls, answers[0].begins)
         for answer in answers:
             request = answer.request
             request.grammar, request.prediction = grammar and grammar.copy(), prediction
@@ -234,105 +132,24 @@ class Service(Collector):
                 self.scheduler.submit(request)
         return answers
 
-    def _shared(
-        self, spec: GenerationSpec, calls: Calls, reasons: bool | None
-    ) -> tuple[Grammar | None, list[list[int]], list[int]]:
-        """Return what all samples of a request share: grammar, bans and the tokens of a prediction. reasons: as for
-        `Grammars.start`. Raises Failure."""
-        grammar, prediction, constraint = None, getattr(spec, "prediction", None), spec.grammar
-        if tools := {function.name: function.parameters for function in calls.required}:
-            assert self.template is not None
-            constraint = "lark", call_grammar(tools, self.template.is_hermes, self._has_call_tokens)
-        if constraint is not None:
-            kind, text = constraint
-            try:
-                grammar = self._grammars.start(kind, text, reasons)
-            except UserError as error:
-                raise invalid("tool_choice" if tools else spec.GRAMMAR, f"{error.what}: {error.seen}") from None
-        return grammar, self._bans(spec), self._predicted(spec, prediction) if prediction else []
-
     async def _prepare(self, spec: GenerationSpec, prompt: Prompt, samples: Sequence[Answer], echo: bool) -> None:
         """Tokenise the prompt of some samples. Raises Failure."""
         run, first = partial(self.loop.run_in_executor, self._thread), samples[0].request
+        intake = self.intake
         try:
-            ids = await run(self._encode, prompt, spec.calls())
+            ids = await run(intake.encode, prompt, spec.calls())
         except UserError as error:
             field = error.where if error.where in type(spec).model_fields else spec.PROMPT
             raise invalid(field, f"{error.what}: {error.seen}") from None
         ids = ids[-(spec.truncate or 0) :]
-        limit, group = self._limit(spec, ids), first.index
+        limit, group = intake.limit(spec, ids), first.index
         # The first sample runs the prompt, and the others copy its row.
         first.prompt_logprobs = [] if (echo and samples[0].has_logprobs) or limit == 0 else None
-        tokens = await run(prompt_tokens, ids, self.tokenizer, self._specials) if echo else ()
-        reasons = isinstance(spec, ChatCompletion) and self._has_reasoning
-        begins = reasons_after("".join(map(self._name, ids[-LONGEST_OPENING:]))) if reasons else False
+        tokens = await run(prompt_tokens, ids, intake.tokenizer, intake.specials) if echo else ()
+        begins = intake.reasons(spec, ids)
         for sample in samples:
-            sample.reasoning = ReasoningParser(begins)
+            sample.begins = begins
             sample.request.prompt, sample.request.limit, sample.request.group, sample.prompt = ids, limit, group, tokens
-
-    def _name(self, id_: int) -> str:
-        return self._specials.get(id_) or self.tokenizer.decode([id_])
-
-    def _check(self, spec: GenerationSpec, prompt: Prompt, calls: Calls) -> None:
-        """Raise Failure for a request that is wrong whatever its prompt is."""
-        limits, within, n_ids = self.limits, spec.WITHIN, self.plan.target.config.vocab_size
-        n_new, n_stops, highest = spec.max_tokens or 0, len(spec.stop), max(spec.logit_bias, default=0)
-        most, most_stops = min(limits.max_new_tokens, self.max_total - 1), limits.max_stop_sequences
-        require(n_new <= most, spec.LENGTH, f"is {n_new}; this server gives {most}")
-        require(n_stops <= most_stops, f"{within}stop", f"has {n_stops} strings; this server takes {most_stops}")
-        is_allowed = spec.speculate or not limits.no_plain_requests
-        require(is_allowed, f"{within}speculate", "is false; this server has no plain rounds on demand")
-        require(highest < n_ids, f"{within}logit_bias", f"has the token id {highest}; the model has {n_ids}")
-        if spec.grammar is not None or calls.required:
-            field = "tool_choice" if calls.required else spec.GRAMMAR
-            require(self.session.ranks.size == 1, field, "needs a server on a single rank")
-            require(not spec.ignore_eos, f"{within}ignore_eos", "is true; an answer ends where its grammar does")
-        require(len(prompt), spec.PROMPT, "is empty")
-        has_template = self.template is not None or not isinstance(prompt[0], dict)
-        require(has_template, spec.PROMPT, "the model has no chat template: use /v1/completions or /generate")
-
-    def _encode(self, prompt: Any, calls: Calls) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        if self.template is not None and isinstance(prompt[0], dict):
-            return self.template.encode(prompt, calls.variables, calls.offered or None)
-        return list(prompt)
-
-    def _predicted(self, spec: GenerationSpec, prediction: Prediction) -> list[int]:
-        """Return the tokens of a predicted text, which drafts may read. Raises Failure."""
-        is_read = any(Trait.READS_PREDICTIONS in draft.config.traits for draft in self.plan.candidates)
-        # It may be an earlier answer, and guesses must not depend on the request's random numbers.
-        is_seeded = spec.samples and "seed" in spec.model_fields_set and self.scheduler.verification == "rejection"
-        says = "is not taken with a seed by a server with --verification rejection"
-        require(not (is_read and is_seeded), "prediction", says)
-        tokens = self.tokenizer.encode(joined(prediction.content), add_bos=False)
-        n, most = len(tokens), self.max_total
-        require(n <= most or not is_read, "prediction", f"has {n} tokens; this server takes {most}")
-        return tokens[:most]
-
-    def _bans(self, spec: GenerationSpec) -> list[list[int]]:
-        """Return the token ids of `bad_words`, as tokenised alone and after a space. Raises Failure."""
-        forms = [form for word in spec.bad_words for form in (word, f" {word.lstrip()}")]
-        bans = [self.tokenizer.encode(form, add_bos=False) for form in dict.fromkeys(forms)]
-        longest, says = max(map(len, bans), default=0), f"tokens; at most {LONGEST_BAN} fit"
-        require(longest <= LONGEST_BAN, f"{spec.WITHIN}bad_words", f"has a string of {longest} {says}")
-        return [ids for ids in bans if ids and max(ids) < self.plan.target.config.vocab_size]
-
-    @cached_property
-    def _grammars(self) -> Grammars:
-        return Grammars(self.tokenizer, self.plan.target.config.vocab_size, self._ends)
-
-    def _limit(self, spec: GenerationSpec, prompt: Sequence[int]) -> int:
-        """Return the most new tokens after a prompt. Raises Failure."""
-        n, room, n_ids = len(prompt), self.max_total - len(prompt), self.plan.target.config.vocab_size
-        require(n <= self.max_input, spec.PROMPT, f"has {n} tokens; this server takes {self.max_input}", TOO_LONG)
-        highest = max(prompt, default=0)
-        require(highest < n_ids, spec.PROMPT, f"has the token id {highest}; those of this model are below {n_ids}")
-        longest = min(room, self._longest, spec.DEFAULT_LENGTH)
-        limit, least = longest if spec.max_tokens is None else spec.max_tokens, spec.min_tokens
-        require(limit <= room, spec.LENGTH, f"is {limit}; after {n} prompt tokens there is room for {room}", TOO_LONG)
-        require(least <= limit, f"{spec.WITHIN}min_tokens", f"is {least}; the answer has at most {limit} tokens")
-        return limit
 
     def _watch(self, http: Request, answers: Sequence[Answer]) -> None:
         """End answers when their client leaves or their time is over."""
@@ -397,6 +214,6 @@ class Service(Collector):
         if self._log_prompts:
             for line, answer in zip(lines, answers, strict=False):
                 reasoning = "".join(token.reasoning for token in answer.tokens)
-                line |= {"prompt": self.tokenizer.decode(answer.request.prompt)}
+                line |= {"prompt": self.intake.tokenizer.decode(answer.request.prompt)}
                 line |= {"reasoning": reasoning, "answer": answer.text} if reasoning else {"answer": answer.text}
         print("\n".join(map(json.dumps, lines)), file=sys.stderr, flush=True)

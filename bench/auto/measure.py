@@ -17,6 +17,7 @@ from bench.session import Session
 from engine.controller import PLAIN, RoundChoice
 from engine.decoding import Decoder
 from engine.drafters import Drafter
+from engine.drafters.combined import Combined
 from engine.requests import Request, make_requests
 from engine.runner import ModelRunner, not_finite
 from engine.stats import AcceptanceRate, verified_positions
@@ -59,7 +60,7 @@ def costs_of(session: Session, drafters: Sequence[Drafter], n_steps: float | Non
         how = {**session.how, "gamma": plan.gamma, "progress": BarProgress(bar)}
         # Captured rounds always run the model, and are captured for the drafter that decodes.
         captures = session.runner.graphs is not None
-        models = [each if captures else each.without_texts for each in drafters]
+        models = [each if captures else without_texts(each) for each in drafters]
         profiler = CostProfiler(session.runner, models, session.prompts, **how)
         costs = measure_costs(profiler, plan.gammas, n_steps)
     costs = session.ranks.broadcast_object(lambda: costs)
@@ -193,10 +194,15 @@ def middle(gammas: Sequence[int]) -> int:
     return gammas[(len(gammas) - 1) // 2]
 
 
+def without_texts(drafter: Drafter) -> Drafter:
+    """Return the drafter, without drafts from text in front of its own."""
+    return drafter.model if isinstance(drafter, Combined) else drafter
+
+
 def kinds(drafters: Sequence[Drafter]) -> list[list[int]]:
     """Return the indices of neighbouring drafters that differ only in the cache that they draft over: those of the same
     class. Next to text drafters, the model's class counts."""
-    each = [type(drafter.without_texts) for drafter in drafters]
+    each = [type(without_texts(drafter)) for drafter in drafters]
     return [[*same] for _, same in groupby(range(len(each)), key=each.__getitem__)]
 
 

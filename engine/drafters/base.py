@@ -14,7 +14,6 @@ from engine.drafters.hidden_states import HiddenStateBuffer
 from engine.drafters.schedules import Schedule
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
-from engine.stats import Counts
 from kv_cache import KVCache, WriteThroughKVCache
 
 
@@ -44,15 +43,17 @@ class RowUpdate(NamedTuple):
 class Drafter(ABC):
     """Proposes up to `gamma` tokens per row and round.
 
-    Optional: `schedule`, which limits how many tokens of a round each row drafts; `hidden_buffer`, the target's states
-    that it drafts from, kept in every round of a decode; `verified_cache`; `is_written_through`, True if verifications
-    write its cache's entries; `refresh`, which begins every `refresh_every`-th of the `n_rounds` rounds that this
-    drafter drafted for (0: none); `skips_model`, True if the last round's drafts were guesses from text and its model
-    did not run (None: no text drafter stands next to a model); and `n_predicted`, by row: how many of the first draft
-    tokens were copied from the request's prediction.
+    Optional: `parts`, the drafters that this one is made of, the main one first; `schedule`, which limits how many
+    tokens of a round each row drafts; `hidden_buffer`, the target's states that it drafts from, kept in every round of
+    a decode; `verified_cache`; `is_written_through`, True if verifications write its cache's entries; `refresh`, which
+    begins every `refresh_every`-th of the `n_rounds` rounds that this drafter drafted for (0: none); `skips_model`,
+    True if the last round's drafts were guesses from text and its model did not run (None: no text drafter stands
+    next to a model); and `n_predicted`, by row: how many of the first draft tokens were copied from the request's
+    prediction.
     """
 
     gamma: int
+    parts: Sequence["Drafter"] = ()
     schedule: Schedule = Schedule()
     hidden_buffer: HiddenStateBuffer | None = None
     is_written_through: bool = False
@@ -61,9 +62,10 @@ class Drafter(ABC):
     skips_model: bool | None = None
     n_predicted: Mapping[int, int] = MappingProxyType({})
 
-    @abstractmethod
     def check(self, target: ModelRunner, length: int) -> None:
         """Raise ConfigError unless this drafter can draft for that target, in rows of up to `length` tokens."""
+        for part in self.parts:
+            part.check(target, length)
 
     @abstractmethod
     def follow(self, rows: Sequence[RowUpdate]) -> None:
@@ -77,27 +79,21 @@ class Drafter(ABC):
         model's tokens are what `verification.draw` gives for its logits.
         """
 
-    @property
-    def without_texts(self) -> "Drafter":
-        """This drafter, without drafts from text in front of its own."""
-        return self
-
-    def inner_counts(self) -> Counts | None:
-        """Return the acceptance counts of a draft of this draft since the last call; None without one."""
-        return None
-
     def rollback(self, batch: Batch) -> None:
         """Forget rejected drafts: the round has left `batch.lengths [B]` tokens in `batch.rows` of the target."""
+        for part in self.parts:
+            part.rollback(batch)
         self.schedule.observe(batch)
 
     def verified_cache(self, observe: bool) -> WriteThroughKVCache | None:
         """Return the cache that verifications of this drafter's rounds write; None: the target's. observe: True in the
         last round before a `refresh`."""
-        return None
+        return self.parts[0].verified_cache(observe) if self.parts else None
 
     def refresh(self, batch: Batch, gamma: int) -> None:
         """Choose anew which entries drafts read, by the last verification; may be captured, as `propose`."""
-        return
+        if self.parts:
+            self.parts[0].refresh(batch, gamma)
 
     def is_due(self, ahead: int = 0) -> bool:
         """True if the current round, or the round `ahead` rounds later, begins with `refresh`: the drafter's second

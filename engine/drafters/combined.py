@@ -20,7 +20,6 @@ from engine.drafters.stored import PlannedTarget
 from engine.drafters.text_drafter import Guess, HostDrafter, HostDrafterConfig
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
-from kv_cache import WriteThroughKVCache
 
 
 class Combined(HostDrafter):
@@ -40,14 +39,6 @@ class Combined(HostDrafter):
         # By row, how many tokens the model had seen before it was left out.
         self._behind = dict[int, int]()
         self.skips_model, self._has_guesses = False, True  # captured rounds cannot branch, and keep these
-
-    def check(self, target: ModelRunner, length: int) -> None:
-        super().check(target, length)
-        self.model.check(target, length)
-
-    @property
-    def without_texts(self) -> Drafter:
-        return self.model
 
     def continued(self, update: RowUpdate) -> Guess:
         guesses = [text.guessed(update) for text in self._texts]
@@ -80,14 +71,8 @@ class Combined(HostDrafter):
         guessing = GuessThenDraft(verification, *self.guess(batch, gamma))
         return self.model.propose(batch, cast(Verification, guessing), gamma)
 
-    def verified_cache(self, observe: bool) -> WriteThroughKVCache | None:
-        return self.model.verified_cache(observe)
-
-    def refresh(self, batch: Batch, gamma: int) -> None:
-        self.model.refresh(batch, gamma)
-
     def rollback(self, batch: Batch) -> None:
-        self.model.rollback(batch)
+        self.model.rollback(batch)  # its schedule is this drafter's
 
 
 class GuessThenDraft:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Flag, auto
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
 
 from common.errors import flag, refuse
 from engine.drafters.base import Drafter
@@ -20,13 +20,10 @@ from models.checkpoints.model_source import ModelSource
 from models.checkpoints.tokenizer import Tokenizer
 
 AUTO: Final = "auto"
-Kind = TypeVar("Kind", bound="DrafterConfig")
+# Makes the configuration of a kind, the first argument, from the options given on a command line and these keywords.
+Maker: TypeAlias = Callable[..., Any]
 # The largest gamma that `--gamma auto` chooses.
 AUTO_GAMMA = 6
-
-
-class Maker(Protocol):
-    def __call__(self, kind: type[Kind], **options: Any) -> Kind: ...
 
 
 class Trait(Flag):
@@ -226,8 +223,8 @@ class Wrapper(DrafterConfig):
     @classmethod
     @abstractmethod
     def around(cls, draft: DrafterConfig, given: Mapping[str, Any], made: Maker) -> DrafterConfig:
-        """Return a draft with this wrapper if the options `given`, by flag, ask for it, else the draft. made: makes the
-        configuration of a kind from these options. Errors: ConfigError for a draft that cannot be wrapped."""
+        """Return a draft with this wrapper if the options `given`, by flag, ask for it, else the draft. Errors:
+        ConfigError for a draft that cannot be wrapped."""
 
 
 def wrappers() -> list[type[Wrapper]]:

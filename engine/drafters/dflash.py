@@ -12,6 +12,7 @@ from engine.drafters.head_drafter import HeadDrafter, HeadDrafterConfig
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
 from kv_cache import KVCache
+from kv_cache.quantized import QuantizedKVCache
 from models.heads.dflash import DFlashHead
 
 
@@ -30,7 +31,8 @@ class DFlash(HeadDrafter):
 
     def __init__(self, runner: ModelRunner, head: DFlashHead, cache: KVCache, gamma: int) -> None:
         check_most_drafts(gamma, head.shape.most_drafts)
-        if any(head.shape.windows) and not cache.hides_slots:
+        # Over such a cache backends go by lengths, where `SeenSlots` hides slots by their positions.
+        if any(head.shape.windows) and isinstance(cache, QuantizedKVCache):
             what, where = "a cache in 4 bits cannot hide what is before a block's window", flag("draft_policy")
             raise ConfigError(what, where, "quantized", "entries that are not in 4 bits", f"use {where} streaming")
         super().__init__(runner, head, cache, gamma)

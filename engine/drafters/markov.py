@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,12 +20,10 @@ VERSION = 2
 
 
 class NGramTable:
-    """Counts of the tokens that followed contexts of 1 to `order` tokens; beyond `size` contexts, the older half is
-    dropped. drawn: the random numbers (`Request.noise_key`) that drew any of the texts."""
+    """Counts of the tokens that followed contexts of 1 to `order` tokens."""
 
-    def __init__(self, order: int, size: int | None = None) -> None:
-        self.order, self._size = order, size
-        self.drawn: set[tuple[int, int]] = set()
+    def __init__(self, order: int) -> None:
+        self.order = order
         self._followers: dict[tuple[int, ...], dict[int, int]] = {}
 
     def learn(self, text: Sequence[int], known: int = 0) -> None:
@@ -35,9 +32,6 @@ class NGramTable:
             for start in range(max(0, end - self.order), end):
                 counts = self._followers.setdefault(tuple(text[start:end]), {})
                 counts[text[end]] = counts.pop(text[end], 0) + 1  # the latest comes last
-        if self._size is not None and len(self._followers) > self._size:
-            n_old = len(self._followers) - self._size // 2
-            self._followers = dict(islice(self._followers.items(), n_old, None))
 
     def continued(self, text: Sequence[int], n_tokens: int) -> Guess:
         """Guess, token by token, the most frequent follower of the longest known context; among equals the latest."""

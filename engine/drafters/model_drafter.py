@@ -18,7 +18,8 @@ from engine.drafters.config import AUTO, DrafterConfig, DraftPlan
 from engine.drafters.schedules import OF_CONFIDENCE, THRESHOLD, Confidence, Schedule
 from engine.drafters.stored import PlannedTarget, Weights, step_bytes
 from engine.modes import Drafts, Verification
-from engine.runner import ModelRunner, RemoteRunner
+from engine.remote_runner import RemoteRunner
+from engine.runner import ModelRunner
 from kv_cache import FullKVCache, KVCache, Policy
 from kv_cache.full import Full
 from kv_cache.streaming import Streaming
@@ -199,7 +200,6 @@ class ModelDrafterConfig(DrafterConfig):
         """Return the most draft tokens of a round that the cache's window has room for, and the model can draft.
         Errors: ConfigError for a gamma that is larger."""
         if self.gamma != AUTO:
-            check_gamma(self.gamma, self.policy.room)
             check_most_drafts(self.gamma, most_drafts)
             return self.gamma
         return min(self.most_gamma, self.policy.room - 1, most_drafts)

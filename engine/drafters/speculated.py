@@ -21,7 +21,6 @@ from engine.drafters.self_speculation import SelfConfig, SelfSpeculation
 from engine.drafters.standalone import StandaloneConfig
 from engine.drafters.stored import PlannedTarget
 from engine.modes import Drafts, Verification
-from engine.runner import ModelRunner
 from engine.stats import Counts
 from kv_cache import KVCache, WriteThroughKVCache
 from kv_cache.streaming import Streaming
@@ -52,24 +51,9 @@ class Speculated(Drafter):
         # Sums over all rows: rounds, drafted, emitted; then by draft position how often verified, and accepted.
         self._counts = torch.zeros(3 + 2 * inner.gamma, dtype=torch.int64, device=outer.cache.device)
 
-    def check(self, target: ModelRunner, length: int) -> None:
-        for part in self.parts:
-            part.check(target, length)
-
     def follow(self, rows: Sequence[RowUpdate]) -> None:
         for part in self.parts:
             part.follow(rows)
-
-    def rollback(self, batch: Batch) -> None:
-        for part in self.parts:
-            part.rollback(batch)
-        super().rollback(batch)
-
-    def verified_cache(self, observe: bool) -> WriteThroughKVCache:
-        return self._outer.verified_cache(observe)
-
-    def refresh(self, batch: Batch, gamma: int) -> None:
-        self._outer.refresh(batch, gamma)
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         most, rows = self._inner.gamma, torch.arange(len(batch.rows), device=batch.rows.device)[:, None]

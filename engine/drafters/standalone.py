@@ -16,7 +16,8 @@ from engine.drafters.config import BuildInputs, DraftBytes, Trait
 from engine.drafters.model_drafter import CachedPlan, ModelDrafter, ModelDrafterConfig
 from engine.drafters.stored import Models, PlannedTarget, Weights, largest_shard, weights_bytes
 from engine.parallel.ranks import check_draft_ranks
-from engine.runner import ModelRunner, RemoteRunner
+from engine.remote_runner import RemoteRunner
+from engine.runner import ModelRunner
 from kv_cache import KVCache
 from models.checkpoints.config_changes import ConfigChanges
 from models.checkpoints.model_source import ModelSource, find_model
@@ -89,7 +90,7 @@ def drop_kept_prompts(drafters: Iterable[Drafter]) -> None:
     for drafter in drafters:
         if isinstance(drafter, StandaloneDraft):
             drafter.keeps_prompts, drafter.kept = False, {}
-        drop_kept_prompts(getattr(drafter, "parts", ()))
+        drop_kept_prompts(drafter.parts)
 
 
 @dataclass(frozen=True, kw_only=True)

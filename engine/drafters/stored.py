@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from common.say import say
-from engine.parallel.ranks import ModelRanks, Ranks, model_ranks
+from engine.parallel.ranks import Ranks, model_ranks
 from kv_cache import FullKVCache
 from models import ModelConfig, Transformer
 from models.attention import select_backend
@@ -21,7 +21,7 @@ from models.kernels.pointwise_cpp import pointwise_for
 from models.llama import attention_spec
 from models.names import Backend
 from models.storage import model_bytes
-from models.tensor_parallel import Shard, shard_config
+from models.tensor_parallel import ModelRanks, Shard, shard_config
 
 
 @dataclass(frozen=True)

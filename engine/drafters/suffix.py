@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
@@ -77,6 +78,21 @@ class SuffixAutomaton:
         return whole
 
 
+class AnswerTable(NGramTable):
+    """Counts of the tokens in answers to a prompt; beyond `size` contexts, the older half is dropped. drawn: the random
+    numbers (`Request.noise_key`) that drew any of the answers."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(ORDER)
+        self.drawn, self._size = set[tuple[int, int]](), size
+
+    def learn(self, text: Sequence[int], known: int = 0) -> None:
+        super().learn(text, known)
+        if len(self._followers) > self._size:
+            n_old = len(self._followers) - self._size // 2
+            self._followers = dict(islice(self._followers.items(), n_old, None))
+
+
 class Suffix(HostDrafter):
     """Copies from where the suffix occurred last; at the end of the text, the copy begins again.
 
@@ -94,8 +110,8 @@ class Suffix(HostDrafter):
         super().__init__(runner, gamma)
         self._rows: dict[int, SuffixAutomaton] = {}
         self._text, self._size = text, keep_answers
-        self._kept = dict[int, NGramTable]()  # by the hash of a prompt
-        self._answers: dict[int, tuple[NGramTable, int]] = {}  # by row, with the number of its tokens that were learnt
+        self._kept = dict[int, AnswerTable]()  # by the hash of a prompt
+        self._answers: dict[int, tuple[AnswerTable, int]] = {}  # by row, with the number of its tokens that were learnt
 
     def continued(self, update: RowUpdate) -> Guess:
         copied, kept = self._copied(update), self._by_answers(update) if self._size else Guess()
@@ -108,12 +124,12 @@ class Suffix(HostDrafter):
             table = self._kept.pop(prompt, None)
             # A row keeps the table that it began with; new requests get a table that knows no drawn numbers yet.
             if table is None or len(table.drawn) >= self._size:
-                table = NGramTable(ORDER, self._size)
+                table = AnswerTable(self._size)
             self._kept[prompt] = table
             if len(self._kept) > N_PROMPTS:
                 del self._kept[next(iter(self._kept))]
             if key is not None and (key in table.drawn or update.verified):
-                table = NGramTable(ORDER, self._size)  # of this row alone
+                table = AnswerTable(self._size)  # of this row alone
             table.drawn |= {key} if key else set()
             self._answers[update.row] = table, n_prompt
         table, n_learnt = self._answers[update.row]

@@ -28,6 +28,7 @@ class TextDrafter(Drafter):
 
     def check(self, target: ModelRunner, length: int) -> None:
         require_same_cache(self, self._target_cache, target)
+        super().check(target, length)
 
     @abstractmethod
     def guess(self, batch: Batch, gamma: int) -> tuple[Tensor, Tensor]:

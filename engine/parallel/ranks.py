@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -16,12 +15,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import RankError, flag, refuse, require_at_least
 from common.process import LEADER, rank, world_size
-from models.tensor_parallel import Shard
+from models.tensor_parallel import ModelRanks
 
 Value = TypeVar("Value")
 
@@ -107,54 +105,6 @@ class Ranks:
 
 
 ALONE = Ranks()
-
-
-@dataclass(frozen=True)
-class ModelRanks:
-    """The ranks that each hold a shard of a model, in the order of the shards; an `Exchange`. Logits go to the leader,
-    even if it holds no shard."""
-
-    ranks: tuple[int, ...]
-    own_rank: int
-    group: dist.ProcessGroup | None
-    gather_group: dist.ProcessGroup | None
-
-    @property
-    def holds(self) -> bool:
-        """True if this process holds a shard."""
-        return self.own_rank in self.ranks
-
-    @property
-    def shard(self) -> Shard:
-        return Shard(self.ranks.index(self.own_rank), len(self.ranks))
-
-    @property
-    def backend(self) -> str:
-        """The name of the library that sums over ranks, "nccl" or "gloo"; "none" on a single rank.
-
-        NCCL's name has the variable that lets PyTorch sum through symmetric memory within a node: it changes bits.
-        """
-        name = "none" if self.group is None else dist.get_backend(self.group).rpartition(":")[2]
-        within_node = os.environ.get("ENABLE_INTRA_NODE_COMM")
-        return f"nccl, ENABLE_INTRA_NODE_COMM={within_node}" if name == "nccl" and within_node else name
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        if self.group is not None:
-            dist.all_reduce(x, group=self.group)
-        return x
-
-    def gather(self, x: Tensor, widths: list[int]) -> Tensor:
-        if self.gather_group is None:
-            return x
-        members = sorted({LEADER, *self.ranks})
-        # Collectives need equal shapes: narrower parts are padded, and cut again.
-        padded = F.pad(x, (0, max(widths) - x.shape[-1])).contiguous()
-        parts = [torch.empty_like(padded) for _ in members] if self.own_rank == LEADER else None
-        dist.gather(padded, parts, group=self.gather_group, group_dst=LEADER)
-        if parts is None:
-            return x[..., :0]
-        by_shard = zip(self.ranks, widths, strict=True)
-        return torch.cat([parts[members.index(rank)][..., :width] for rank, width in by_shard], dim=-1)
 
 
 def model_ranks(ranks: Ranks, holders: Sequence[int]) -> ModelRanks:

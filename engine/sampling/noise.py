@@ -119,9 +119,9 @@ def triton_kernels(device: str = "cuda") -> ModuleType | None:
     wrong, which prints a note."""
     if missing_launcher():  # the choice of attention prints this
         return None
-    from engine.sampling import draws_check, triton_draws
+    from engine.sampling import triton_draws
 
-    trial = functools.partial(draws_check.difference, device, uniform, gumbel)
+    trial = functools.partial(triton_draws.difference, device, uniform, gumbel)
     return triton_draws if works(trial, "draws tokens") else None
 
 

@@ -3,8 +3,9 @@
 Their order is vLLM's: bias, repetition penalty, frequency and presence penalties; bans outweigh all of these.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,128 +29,29 @@ class ProcessedRequest(Protocol):
     grammar: Grammar | None
 
 
-class Texts(NamedTuple):
-    """The answer before each of T steps in n rows.
+class LogitsProcessors:
+    """Changes logits by the parameters of B rows, and by their answers, in tensors that stay in place; the parameters
+    of rows without edits change nothing.
 
-    seen: `[n, T, V]` int32, how often it has each id, plus IN_PROMPT for ids of the prompt of a row with a repetition
-    penalty. lengths: `[n, T]` int64. last: `[n, T, LONGEST_BAN - 1]` int64, its last tokens.
+    Of each row there are: the bias of each id; the repetition, frequency and presence penalties; the stop tokens, and
+    how many tokens come before one; and banned sequences, each of which ends in the last column of `_bans [B,
+    MOST_BANS, LONGEST_BAN]`. Of its answer: how often it has each id, plus IN_PROMPT for ids of the prompt of a row
+    with a repetition penalty; its length; and its last tokens.
     """
 
-    seen: Tensor
-    lengths: Tensor
-    last: Tensor
-
-
-class LogitsProcessor(Protocol):
-    """Changes logits by parameters of B rows, in tensors that stay in place; those of other rows change nothing."""
-
-    def begin(self, requests: Sequence[ProcessedRequest]) -> None:
-        """Set the parameters of the first rows."""
-
-    def __call__(self, logits: Tensor, texts: Texts) -> Tensor:
-        """Return the changed `logits [n, T, V]`."""
-
-
-class Bias:
-    """Adds a number to the logits of some ids."""
-
     def __init__(self, n_rows: int, n_ids: int, device: Device) -> None:
-        self._bias = torch.zeros(n_rows, n_ids, device=device)
-
-    def begin(self, requests: Sequence[ProcessedRequest]) -> None:
-        self._bias.zero_()
-        for row, request in enumerate(requests):
-            if biases := dict(request.sampling.logit_bias):
-                self._bias[row, [*biases]] = torch.tensor([*biases.values()], device=self._bias.device)
-
-    def __call__(self, logits: Tensor, texts: Texts) -> Tensor:
-        return logits + self._bias[: len(logits), None]
-
-
-class Penalties:
-    """Divides or multiplies logits of ids of prompt and answer; subtracts for an id of the answer, and for each time
-    that it occurs."""
-
-    def __init__(self, n_rows: int, n_ids: int, device: Device) -> None:
-        self._scales = torch.zeros(n_rows, 3, dtype=torch.float64, device=device)
-
-    def begin(self, requests: Sequence[ProcessedRequest]) -> None:
-        rules = [request.sampling for request in requests]
-        scales = [(rule.repetition_penalty, rule.frequency_penalty, rule.presence_penalty) for rule in rules]
-        self._scales[: len(scales)] = torch.tensor(scales, dtype=torch.float64)
-
-    def __call__(self, logits: Tensor, texts: Texts) -> Tensor:
-        repetition, frequency, presence = self._scales[: len(logits), None, None].to(logits.dtype).unbind(-1)
-        factor = torch.where(texts.seen > 0, repetition, torch.ones_like(repetition))
-        logits = torch.where(logits > 0, logits / factor, logits * factor)
-        n_seen = texts.seen % IN_PROMPT
-        return logits - frequency * n_seen - presence * (n_seen > 0)
-
-
-class MinTokens:
-    """Excludes stop tokens from the first tokens of an answer."""
-
-    def __init__(self, n_rows: int, n_ids: int, device: Device) -> None:
-        self._ends = torch.zeros(n_rows, n_ids, dtype=torch.bool, device=device)
-        self._at_least = torch.zeros(n_rows, dtype=torch.int64, device=device)
-
-    def begin(self, requests: Sequence[ProcessedRequest]) -> None:
-        self._ends.zero_()
-        for row, request in enumerate(requests):
-            self._ends[row, [token for token in request.stop_tokens if token < self._ends.shape[1]]] = True
-        self._at_least[: len(requests)] = torch.tensor([request.sampling.min_tokens for request in requests])
-
-    def __call__(self, logits: Tensor, texts: Texts) -> Tensor:
-        n = len(logits)
-        is_early = texts.lengths < self._at_least[:n, None]
-        return logits + BAN * (is_early[..., None] & self._ends[:n, None])
-
-
-class BadWords:
-    """Excludes an id where it would end a sequence that is banned. Each sequence ends in the last column of `_bans [B,
-    MOST_BANS, LONGEST_BAN]`."""
-
-    def __init__(self, n_rows: int, n_ids: int, device: Device) -> None:
-        self._bans = torch.zeros(n_rows, MOST_BANS, LONGEST_BAN, dtype=torch.int64, device=device)
-
-    def begin(self, requests: Sequence[ProcessedRequest]) -> None:
-        bans = torch.full(self._bans.shape, NEVER)
-        bans[..., -1] = 0  # an id, whose logit such a sequence does not change
-        for row, request in enumerate(requests):
-            for i, ids in enumerate(request.sampling.bad_words):
-                bans[row, i] = torch.tensor([ANY] * (LONGEST_BAN - len(ids)) + [*ids])
-        self._bans.copy_(bans)
-
-    def __call__(self, logits: Tensor, texts: Texts) -> Tensor:
-        n, n_step, _ = logits.shape
-        ids, before = self._bans[:n, None, :, -1].expand(-1, n_step, -1), self._bans[:n, None, :, :-1]
-        holds = ((before == texts.last[:, :, None]) | (before == ANY)).all(dim=-1)
-        return logits.scatter_add(2, ids, BAN * holds.to(logits.dtype))
-
-
-PROCESSORS: tuple[Callable[[int, int, Device], LogitsProcessor], ...] = (Bias, Penalties, MinTokens, BadWords)
-
-
-class LogitsProcessors:
-    """All processors in their order, and the answers of B rows that they go by, in tensors that stay in place."""
-
-    def __init__(self, n_rows: int, n_ids: int, device: Device) -> None:
-        self._processors = [new(n_rows, n_ids, device) for new in PROCESSORS]
-        self._seen = torch.zeros(n_rows, n_ids, dtype=torch.int32, device=device)
-        self._lengths = torch.zeros(n_rows, dtype=torch.int64, device=device)
-        self._last = torch.zeros(n_rows, LONGEST_BAN - 1, dtype=torch.int64, device=device)
+        zeros = partial(torch.zeros, device=device)
+        self._bias, self._penalties = zeros(n_rows, n_ids), zeros(n_rows, 3, dtype=torch.float64)
+        self._ends, self._at_least = zeros(n_rows, n_ids, dtype=torch.bool), zeros(n_rows, dtype=torch.int64)
+        self._bans = zeros(n_rows, MOST_BANS, LONGEST_BAN, dtype=torch.int64)
+        self._seen, self._lengths = zeros(n_rows, n_ids, dtype=torch.int32), zeros(n_rows, dtype=torch.int64)
+        self._last = zeros(n_rows, LONGEST_BAN - 1, dtype=torch.int64)
         self._requests, self._n_counted = list[ProcessedRequest](), list[int]()
 
     def follow(self, requests: list[ProcessedRequest]) -> None:
         """Update the first rows by the texts of their requests. Runs eagerly, never in a CUDA graph."""
         if self._requests != requests:
-            self._requests, self._n_counted = requests, [0] * len(requests)
-            for processor in self._processors:
-                processor.begin(requests)
-            self._seen.zero_()
-            for row, request in enumerate(requests):
-                if request.sampling.repetition_penalty != 1:
-                    self._seen[row, request.prompt] = IN_PROMPT
+            self._begin(requests)
         answers = [request.tokens for request in requests]
         new = [tokens[n:] for tokens, n in zip(answers, self._n_counted, strict=True)]
         index = [(row, token) for row, tokens in enumerate(new) for token in tokens]
@@ -159,15 +61,42 @@ class LogitsProcessors:
         last = [([NO_TOKEN] * LONGEST_BAN + tokens[1 - LONGEST_BAN :])[1 - LONGEST_BAN :] for tokens in answers]
         self._last[: len(last)], self._lengths[: len(last)] = torch.tensor(last), torch.tensor(self._n_counted)
 
+    def _begin(self, requests: list[ProcessedRequest]) -> None:
+        """Set the parameters of the first rows to those of other requests, with nothing counted of their answers."""
+        self._requests, self._n_counted = requests, [0] * len(requests)
+        for tensor in (self._bias, self._ends, self._seen):
+            tensor.zero_()
+        bans = torch.full(self._bans.shape, NEVER)
+        bans[..., -1] = 0  # an id, whose logit such a sequence does not change
+        for row, request in enumerate(requests):
+            if biases := dict(request.sampling.logit_bias):
+                self._bias[row, [*biases]] = torch.tensor([*biases.values()], device=self._bias.device)
+            self._ends[row, [token for token in request.stop_tokens if token < self._ends.shape[1]]] = True
+            if request.sampling.repetition_penalty != 1:
+                self._seen[row, request.prompt] = IN_PROMPT
+            for i, ids in enumerate(request.sampling.bad_words):
+                bans[row, i] = torch.tensor([ANY] * (LONGEST_BAN - len(ids)) + [*ids])
+        self._bans.copy_(bans)
+        rules = [request.sampling for request in requests]
+        penalties = [(rule.repetition_penalty, rule.frequency_penalty, rule.presence_penalty) for rule in rules]
+        self._penalties[: len(rules)] = torch.tensor(penalties, dtype=torch.float64)
+        self._at_least[: len(rules)] = torch.tensor([rule.min_tokens for rule in rules])
+
     def __call__(self, logits: Tensor, drafts: Tensor, ahead: int) -> Tensor:
         """Return the processed logits, in float32 or better (see `Batch.processed`)."""
         (n, n_step, _), step = logits.shape, torch.arange(logits.shape[1], device=logits.device)
         is_before = (step[:-1] < step[:, None]).int().expand(n, -1, -1)
         seen = self._seen[:n, None].expand(-1, n_step, -1)
         seen = seen.scatter_add(2, drafts[:, None].expand(-1, n_step, -1), is_before)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) + self._bias[:n, None]
+        repetition, frequency, presence = self._penalties[:n, None, None].to(logits.dtype).unbind(-1)
+        factor = torch.where(seen > 0, repetition, torch.ones_like(repetition))
+        logits = torch.where(logits > 0, logits / factor, logits * factor)
+        n_seen = seen % IN_PROMPT
+        logits = logits - frequency * n_seen - presence * (n_seen > 0)
+        is_early = self._lengths[:n, None] + ahead + step < self._at_least[:n, None]
+        logits = logits + BAN * (is_early[..., None] & self._ends[:n, None])
         last = torch.cat([self._last[:n], drafts], dim=1).unfold(1, LONGEST_BAN - 1, 1)
-        texts = Texts(seen, self._lengths[:n, None] + ahead + step, last)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        for processor in self._processors:
-            logits = processor(logits, texts)
-        return logits
+        ids, before = self._bans[:n, None, :, -1].expand(-1, n_step, -1), self._bans[:n, None, :, :-1]
+        holds = ((before == last[:, :, None]) | (before == ANY)).all(dim=-1)
+        return logits.scatter_add(2, ids, BAN * holds.to(logits.dtype))

@@ -23,7 +23,7 @@ from models.kernels.pointwise import use_pointwise
 from models.kernels.pointwise_cpp import pointwise_for
 from models.kernels.quantize import Int8Linear, check_scheme, quantize_linears, quantized_linear
 from models.llama import Transformer, attention_spec, logits_dtype
-from models.tensor_parallel import WHOLE, Exchange, check_count, parallelise, shard_config, shard_tensor
+from models.tensor_parallel import WHOLE, ModelRanks, check_count, parallelise, shard_config, shard_tensor
 
 CONVERT = "convert_hf_checkpoint.py"
 Value = TypeVar("Value")
@@ -124,7 +124,7 @@ def load_model(
     config: ModelConfig | None = None,
     prepack: bool = True,
     layers: Sequence[int] | None = None,
-    exchange: Exchange | None = None,
+    exchange: ModelRanks | None = None,
     attention: str = "auto",
     quantize: str | None = None,
 ) -> Transformer:
@@ -198,14 +198,9 @@ def _copy_out(mapped: Tensor, part: Tensor, device: str | torch.device, dtype: t
         torch.cuda.synchronize(copied.device)
     first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
-    advise(first, end, "MADV_DONTNEED")  # a system without it keeps them until the file is unmapped
+    if end > first and hasattr(mmap, "MADV_DONTNEED"):  # other systems keep them until the file is unmapped
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
     return copied
-
-
-def advise(first: int, end: int, advice: str) -> None:
-    """Tell the system how the pages from address `first`, the beginning of a page, to `end` are used."""
-    if end > first and hasattr(mmap, advice):
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), getattr(mmap, advice))
 
 
 def pack_model(model: Transformer) -> None:

@@ -1,6 +1,6 @@
 """Parts of DSpark and DFlash 2 heads: what ties the drafts of a block to each other, next to its layers' attention."""
 
-from abc import abstractmethod
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -10,20 +10,7 @@ from models.config import ModelConfig
 from models.llama import Block, Embedding, Linear, Step
 
 
-class BlockChain(nn.Module):
-    """Base of what makes a draft depend on the token before it."""
-
-    @abstractmethod
-    def forward(
-        self, known: Tensor, state: Tensor, token: Tensor, memory: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the logits `[B, n_id]` of the draft after `token [B]`, and the memory for the next draft.
-
-        known: logits by `state [B, dim]` alone. memory: of the draft before; None for the first of a block.
-        """
-
-
-class MarkovHead(BlockChain):
+class MarkovHead(nn.Module):
     """A bias of the logits by the token before, `W2 W1[token]`, of low rank (DSpark).
 
     kind: `gated` by the state, or `rnn`, with a recurrent state over the block, or `vanilla`.
@@ -41,6 +28,10 @@ class MarkovHead(BlockChain):
     def forward(
         self, known: Tensor, state: Tensor, token: Tensor, memory: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        """Return the logits `[B, n_id]` of the draft after `token [B]`, and the memory for the next draft.
+
+        known: logits by `state [B, dim]` alone. memory: of the draft before; None for the first of a block.
+        """
         before = self.markov_w1(token)
         state = state.to(before.dtype)
         if self.kind == "gated":
@@ -53,7 +44,7 @@ class MarkovHead(BlockChain):
         return known + self.markov_w2(before).to(known.dtype), memory
 
 
-class CandidateSelector(BlockChain):
+class CandidateSelector(nn.Module):
     """Scores of the `top_k` likeliest ids by the token before and the state; other ids are not drafted (DFlash 2)."""
 
     def __init__(self, n_id: int, dim: int, rank: int, top_k: int) -> None:
@@ -65,11 +56,16 @@ class CandidateSelector(BlockChain):
     def forward(
         self, known: Tensor, state: Tensor, token: Tensor, memory: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        """Return logits of the ids, like `MarkovHead`."""
         candidates = known.topk(self.top_k).indices
         context = self.predecessor_codebook[token] * self.hidden_projection(state.to(self.predecessor_codebook.dtype))
         scores = (context[:, None] * self.successor_codebook[candidates]).sum(dim=-1).to(known.dtype)
         logits = torch.full_like(known, float("-inf"))
         return logits.scatter(1, candidates, known.gather(1, candidates) + scores), memory
+
+
+# What makes a draft depend on the token before it.
+BlockChain: TypeAlias = MarkovHead | CandidateSelector
 
 
 class BlockConvolution(nn.Module):

@@ -13,14 +13,10 @@ SIZES = "--B 4 --prefix_len 60 --gen_len 20 --dtype float64 --device cpu"
 SHARES = ("draft_weights_share", "draft_entries_share", "draft_kv_share")
 
 
-@pytest.mark.parametrize(
-    ("flags", "shares"),
-    [
-        ("--draft_budget 20 --draft_dtype same", (1, 0.25, 0.25)),
-        ("--draft_budget 20 --draft_dtype float32", (0.5, 0.25, 0.125)),
-        ("--draft ngram", (None,) * 3),
-    ],
-)
+READS = [("--draft_budget 20 --draft_dtype same", (1, 0.25, 0.25)), ("--draft ngram", (None,) * 3)]
+
+
+@pytest.mark.parametrize(("flags", "shares"), [*READS, ("--draft_budget 20 --draft_dtype float32", (0.5, 0.25, 0.125))])
 def test_a_record_says_what_the_draft_reads(call, flags: str, shares: tuple[float | None, ...]) -> None:
     ended = call(SELFSPEC, f"{SIZES} --no_baseline {flags}")
     assert tuple(ended.record.get(name) for name in SHARES) == shares

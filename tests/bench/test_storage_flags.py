@@ -35,36 +35,25 @@ def cpu(monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-@pytest.mark.parametrize(
-    ("device", "bfloat16", "published", "dtype"),
-    [
-        ("cpu", True, ["bfloat16"], torch.bfloat16),
-        ("cpu", True, ["Q4_1", "Q8_0"], torch.bfloat16),
-        ("cpu", True, ["Q8_0", "float16"], torch.float32),
-        ("cpu", True, [], torch.float32),
-        ("cpu", True, None, torch.bfloat16),
-        ("cpu", False, ["bfloat16"], torch.float32),
-        ("cuda:0", False, ["float32"], torch.bfloat16),
-    ],
-)
+# Device, whether it multiplies bfloat16, storages of the published weights (None: random), and what is chosen.
+TARGETS = [("cpu", True, stored, torch.bfloat16) for stored in (["bfloat16"], ["Q4_1", "Q8_0"], None)]
+TARGETS += [("cpu", True, stored, torch.float32) for stored in (["Q8_0", "float16"], [])]
+TARGETS += [("cpu", False, ["bfloat16"], torch.float32), ("cuda:0", False, ["float32"], torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("device", "bfloat16", "published", "dtype"), TARGETS)
 def test_a_target_is_stored_in_a_dtype_that_loses_nothing(device, bfloat16, published, dtype, cpu) -> None:
-    """published: None for random weights."""
     cpu(bfloat16, False)
     chosen, _ = auto_dtype(device, SimpleNamespace(has_text=published is not None, published=published))
     assert chosen == dtype
 
 
-@pytest.mark.parametrize(
-    ("changed", "scheme"),
-    [
-        ({}, "int8"),
-        ({"dtype": torch.float64}, None),
-        ({"linears": [(128, 64), (64, 92)]}, None),
-        ({"published": ["Q4_1", "Q8_0"]}, "int4"),
-        ({"published": ["AWQ4", "bfloat16"]}, "int8"),
-        ({"published": ["Q4_1"], "linears": [(128, 64), (64, 24)]}, "int8"),
-    ],
-)
+DRAFTS = [({}, "int8"), ({"dtype": torch.float64}, None), ({"linears": [(128, 64), (64, 92)]}, None)]
+DRAFTS += [({"published": ["Q4_1", "Q8_0"]}, "int4"), ({"published": ["AWQ4", "bfloat16"]}, "int8")]
+DRAFTS += [({"published": ["Q4_1"], "linears": [(128, 64), (64, 24)]}, "int8")]
+
+
+@pytest.mark.parametrize(("changed", "scheme"), DRAFTS)
 def test_a_draft_has_few_bits_where_they_are_fastest(changed, scheme, cpu) -> None:
     usual = {"device": "cpu", "dtype": torch.bfloat16, "linears": LINEARS}
     cpu(True, True)

@@ -20,14 +20,13 @@ SAMPLINGS = {
 }
 
 
-class Observer(Progress):
+class Observer(list[VerifiedRow], Progress):
+    """The rows that were observed: as an empty list, false at first."""
+
     observes = True
 
-    def __init__(self) -> None:
-        self.rows: list[VerifiedRow] = []
-
     def verified(self, row: VerifiedRow) -> None:
-        self.rows.append(row)
+        self.append(row)
 
 
 @pytest.mark.parametrize("mode,new_graphs", [*product(SAMPLINGS, [RecordedGraphs]), ("rejection", None)])
@@ -42,7 +41,7 @@ def test_an_observer_gets_every_verified_draft_and_changes_no_token(mode, new_gr
     assert plain.tokens == observed.tokens == again.tokens
     next_logits = recomputing(tiny_model())
     for index, (prompt, tokens, counts) in enumerate(zip(prompts, plain.tokens, plain.stats.rows, strict=True)):
-        rows = [row for row in seen.rows if row.request.index == index]
+        rows = [row for row in seen if row.request.index == index]
         assert sum(row.part.verified for row in rows) == counts.verified > 0
         assert sum(row.part.accepted for row in rows) == counts.accepted
         text, sampling = prompt + tokens, SAMPLINGS[mode][index]

@@ -16,7 +16,8 @@ from common.errors import ConfigError
 from models.checkpoints.chat_template import _compiled
 from serving import serve, service
 from serving.app import make_app
-from serving.schemas import NEUTRAL, Body, ChatCompletion, Completion, Message, Parameters, StreamOptions, Tool
+from serving.chat_schemas import ChatCompletion, Message, Tool
+from serving.schemas import NEUTRAL, Body, Completion, Parameters, StreamOptions
 from serving.serve import API_KEY, Http, Serve, Server
 from tests.support.serving_cases import CHATS, PLAIN, TGI, V1, Served, serving
 
@@ -159,10 +160,10 @@ def test_bodies_that_are_no_json(strict: Served, path, data):
 
 
 def test_a_chat_template_that_refuses(served: Served, monkeypatch):
-    template = served.server.service.template
+    template = served.server.service.intake.template
     raising = _compiled("{{ raise_exception('roles must alternate') }}")
     refusing = type(template)(template.path, raising, {}, template.tokenizer)
-    monkeypatch.setattr(served.server.service, "template", refusing)
+    monkeypatch.setattr(served.server.service.intake, "template", refusing)
     assert refused_field(served, CHATS, CHAT) == "messages"
     served.until_idle()
 

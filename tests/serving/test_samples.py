@@ -73,7 +73,7 @@ def test_the_best_of_some_samples(served: Served, alone: Alone):
 @pytest.mark.parametrize("max_tokens", [0, 1, 9])
 def test_prompts_are_scored_like_evaluations_want_it(served: Served, alone: Alone, max_tokens, monkeypatch):
     """Batches of ids with `echo`: log-probabilities at every position, also where rows hold the prompts already."""
-    monkeypatch.setattr("engine.decoding.SCORED", 4)
+    monkeypatch.setattr("engine.scores.SCORED", 4)
     prompts = [alone.tokenizer.encode(prompt) for prompt in PROMPTS]
     body = {"prompt": prompts, "max_tokens": max_tokens, "temperature": 0, "logprobs": 2, "echo": True, "seed": 1234}
     answer = served.json(V1, body)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from engine.stats import Counts
 from models.checkpoints.text_stream import MOST_PENDING, TextStream
 from models.checkpoints.tokenizer import Tokenizer
-from serving.answers import Answer, Stops, batches, report
+from serving import answers
+from serving.answers import Answer, batches, report
 from serving.scheduler import ServedRequest, Update
 from tests.support.serving_cases import Alone
 
@@ -32,21 +33,23 @@ def cut(text: str, stops: list[str], keeps: bool) -> tuple[str, bool]:
 def test_stop_strings_cut_a_text_however_it_comes(text, stops, keeps, data):
     at = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[start:end] for start, end in pairwise([0, *at, len(text)])]
-    cutting, sent, has_ended = Stops(stops, keeps), "", False
+    written, sent, has_ended = "", "", False
     for piece in pieces:
-        more, has_ended = cutting.add(piece)
-        sent += more
+        written += piece
+        shown, has_ended = answers.cut(written, stops, keeps)
+        assert shown.startswith(sent)
+        sent = shown
         if has_ended:
             break
     if not has_ended:
-        more, has_ended = cutting.add("", is_last=True)
-        sent += more
+        sent, has_ended = answers.cut(text, stops, keeps, is_last=True)
     assert (sent, has_ended) == cut(text, stops, keeps)
 
 
 def answer_of(tokenizer: Tokenizer, stops: list[str], keeps: bool = False) -> Answer:
-    request = ServedRequest([1] * 3, 99, started=1.0)
-    return Answer(request, tokenizer, {0: "<s>"}, Stops(stops, keeps), Counts.of_gamma(3))
+    request = ServedRequest([1] * 3, 99)
+    request.started = 1.0
+    return Answer(request, tokenizer, {0: "<s>"}, stops, keeps, Counts.of_gamma(3))
 
 
 def test_an_end_token_is_no_text(alone: Alone):
@@ -108,18 +111,14 @@ def test_tokens_behind_a_stop_string_are_not_counted(alone: Alone):
     assert [token.drafted for token in answer.tokens] == [False, True, True, True, False, True, True]
 
 
+# With "b€", the last token completes the character; with "b\ufffd" and "\ufffd", no token does.
+CASES = [("ab€", 0, "b€", True), ("ab€", 1, "b\ufffd", True), ("abé", 1, "\ufffd", True)]
+CASES += [("abé", 1, "é", False), ("abé", 1, "\ufffdc", False)]
+
+
+@pytest.mark.parametrize(("text", "n_missing", "stop", "ends"), CASES)
 @pytest.mark.parametrize("finish", ["length", "stop"])
 @pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize(
-    ("text", "n_missing", "stop", "ends"),
-    [
-        ("ab€", 0, "b€", True),  # the last token completes the character
-        ("ab€", 1, "b\ufffd", True),  # no token does
-        ("abé", 1, "\ufffd", True),
-        ("abé", 1, "é", False),
-        ("abé", 1, "\ufffdc", False),
-    ],
-)
 def test_a_stop_string_may_end_with_the_last_character(alone: Alone, text, n_missing, stop, ends, keeps, finish):
     tokens = alone.tokenizer.encode(text, add_bos=False)
     tokens = tokens[: len(tokens) - n_missing]

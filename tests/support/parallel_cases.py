@@ -17,12 +17,13 @@ from common.errors import RankError
 from engine import ModelRunner, SamplingParams, SelfSpeculation
 from engine.controller import PLAIN, RoundChoice
 from engine.drafters import Drafter
-from engine.parallel.ranks import ModelRanks, Ranks, model_ranks, start_ranks
-from engine.runner import RemoteRunner
+from engine.parallel.ranks import Ranks, model_ranks, start_ranks
+from engine.remote_runner import RemoteRunner
 from kv_cache import FullKVCache, KVCache
 from models import ModelConfig, load_model
 from models.checkpoints.loading import save_checkpoint
 from models.llama import select_layers
+from models.tensor_parallel import ModelRanks
 from tests.support.controllers import SCHEDULES, Scripted, scheduled
 from tests.support.drafters import Drafters
 from tests.support.policies import POLICIES, SELF_DRAFT_POLICIES, Size, generate_selecting

@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 import torch
 
-from engine.sampling import draws_check, triton_draws
+from engine.sampling import triton_draws
 from engine.sampling.distribution import Distribution
 from engine.sampling.noise import Stream, gumbel, triton_kernels, uniform
 from engine.sampling.triton_draws import PAIRS, plan_draw, plan_filter, run
@@ -38,7 +38,7 @@ def test_wrong_kernels_are_not_used(monkeypatch):
     ):
         triton_kernels.cache_clear()
         with monkeypatch.context() as patch:
-            patch.setattr(draws_check, name, wrong)
+            patch.setattr(triton_draws, name, wrong)
             assert triton_kernels("cpu") is None
 
 

@@ -94,7 +94,7 @@ def test_a_server_drafts_by_a_prediction(reading: Served, how: dict[str, Any]):
 def test_a_prediction_that_no_drafter_reads_is_taken_and_counts_nothing(served: Served):
     how = CHAT | {"temperature": 0}
     counted = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
-    for content in ("a", "ab " * served.server.service.max_total):
+    for content in ("a", "ab " * served.server.service.intake.max_total):
         answer = served.json(CHATS, how | {"prediction": {"type": "content", "content": content}})
         assert answer["usage"]["completion_tokens_details"] == counted
 

@@ -22,7 +22,7 @@ from engine.drafters.ngram import NGram
 from engine.requests import Outcome, Progress
 from engine.sampling.grammars import Grammar, Grammars
 from models import load_model
-from models.checkpoints.reasoning import CLOSE, OPEN, TAGS, ReasoningParser
+from models.checkpoints.reasoning import CLOSE, OPEN, TAGS, parted
 from models.checkpoints.tokenizer import load_tokenizer
 from tests.support.checkpoint_folders import ALPHABET, BOS, save_tokenizer
 from tests.support.drafters import Drafters
@@ -168,7 +168,7 @@ def test_a_grammar_begins_after_reasoning_that_ends_among_drafts(mode, model, to
         ]
         decode(Decoder(runner, drafter=drafter, verification=mode, progress=ended), *requests)
         for request, (_, _, reasons, spec) in zip(requests, given, strict=True):
-            reasoning, answer = ReasoningParser(reasons).add(tokenizer.decode(request.tokens), is_last=True)
+            reasoning, answer = parted(tokenizer.decode(request.tokens), reasons, is_last=True)
             assert request.finish_reason == "stop" and closing in request.tokens, (reasoning, answer)
             require(answer, spec)
         assert kind == "none" or any(closing in drafts[:-1] for drafts in ended.drafts)
@@ -259,7 +259,7 @@ def test_clients_get_json_on_every_route(structured: Served):
 @pytest.mark.parametrize("thinking,form", [("begun", "json_schema"), ("begun", "text"), ("free", "json_schema")])
 def test_reasoning_is_apart_from_answers(structured: Served, thinking: str, form: str):
     """Whole with drafts, and streamed in plain rounds, with a grammar and without; answers may be sent back."""
-    opening, closing = (structured.server.service.tokenizer.pieces().index(tag) for tag in TAGS)
+    opening, closing = (structured.server.service.intake.tokenizer.pieces().index(tag) for tag in TAGS)
     ask = partial(structured.openai.chat.completions.create, model="m", max_tokens=100, seed=4)
     bias = {str(opening): 8 if thinking == "free" else -100, str(closing): 2}
     more = {"logit_bias": bias, "chat_template_kwargs": {"thinking": thinking}}
@@ -314,8 +314,8 @@ def test_a_required_call_streams_the_arguments_of_the_whole_answer(
     text = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{{ messages[0].content }}<think></think>"
     service, source = structured.server.service, tmp_path / "template"
     source.write_text(text + "{# <tool_call> #}" * is_hermes)
-    reads_tools = replace(service.template, path=source, template=Template(text))
-    monkeypatch.setattr(service, "template", reads_tools)
+    reads_tools = replace(service.intake.template, path=source, template=Template(text))
+    monkeypatch.setattr(service.intake, "template", reads_tools)
     how = {"model": "m", "max_tokens": 200, "tool_choice": "required"}
     how["tools"] = [{"type": "function", "function": {"name": "note", "parameters": SCHEMA}}]
     for content, temperature in (("hi", 0), ("a", 1.2)):
@@ -332,7 +332,7 @@ def test_a_required_call_streams_the_arguments_of_the_whole_answer(
 
 def test_without_the_library_grammars_are_refused(structured: Served, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    structured.server.service.__dict__.pop("_grammars", None)
+    structured.server.service.intake.__dict__.pop("_grammars", None)
     answer = structured.ask("/v1/completions", {"prompt": "a", "response_format": FORMATS["json_object"]})
     assert answer.status in (400, 422) and "pip install -r requirements-grammar.txt" in answer.json["error"]["message"]
     assert structured.ask("/v1/completions", {"prompt": "a"}).status == 200

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from openai import OpenAI
 
 from models.checkpoints.chat_template import _compiled
-from models.checkpoints.reasoning import ReasoningParser, reasons_after
+from models.checkpoints.reasoning import parted, reasons_after
 from models.checkpoints.tool_calls import ToolCallParser
 from tests.support.serving_cases import Alone, Served
 
@@ -166,12 +166,13 @@ SAYS = f"I look.\n{hermes(*SHORT[0])}\n{hermes(*SHORT[1])}"
 @pytest.fixture
 def saying(served: Served, alone: Alone, monkeypatch):
     """Function that has the server say a text, whatever the model says, under a template that reads tools."""
-    scheduler, template = served.server.service.scheduler, served.server.service.template
+    scheduler, intake = served.server.service.scheduler, served.server.service.intake
+    template = intake.template
     reads = _compiled(
         "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
         "{% for m in messages %}[{{ m.role }}]{{ m.content or m.tool_calls[0].function.arguments.city }}{% endfor %}"
     )
-    monkeypatch.setattr(served.server.service, "template", type(template)(template.path, reads, {}, template.tokenizer))
+    monkeypatch.setattr(intake, "template", type(template)(template.path, reads, {}, template.tokenizer))
     publish = scheduler.publish
 
     def say(text: str) -> None:
@@ -218,7 +219,7 @@ def test_openais_client_gets_calls_and_answers_them(served: Served, saying):
     saying("It rains.")
     answer = client.chat.completions.create(**how | {"messages": [*MESSAGES, message, *results]})
     assert (answer.choices[0].finish_reason, answer.choices[0].message.content) == ("stop", "It rains.")
-    prompt = served.server.service.tokenizer.encode(
+    prompt = served.server.service.intake.tokenizer.encode(
         f"{''.join(map(json.dumps, TOOLS))}[user]hello[assistant]Paris[tool]rain", add_bos=False
     )
     assert answer.usage.prompt_tokens == len(prompt)
@@ -248,10 +249,14 @@ CASES: list[tuple[str, bool | None, str, str]] = [
 
 @pytest.mark.parametrize(("text", "is_open", "reasoning", "answer"), CASES)
 def test_the_pieces_of_a_text_do_not_matter(text, is_open, reasoning, answer):
-    for size in (1, 2, 5, 100):
-        parser, pieces = ReasoningParser(is_open), [text[i : i + size] for i in range(0, len(text), size)]
-        parts = [*map(parser.add, pieces[:-1]), parser.add(pieces[-1], is_last=True)]
-        assert ("".join(part for part, _ in parts), "".join(part for _, part in parts)) == (reasoning, answer)
+    """What was told apart before stays as the text grows."""
+    before = "", ""
+    for n in range(len(text)):
+        why, said = parted(text[:n], is_open)
+        assert why.startswith(before[0]) and (said or "").startswith(before[1])
+        before = why, said or ""
+    why, said = parted(text, is_open, is_last=True)
+    assert (why, said or "") == (reasoning, answer) and why.startswith(before[0]) and answer.startswith(before[1])
 
 
 def test_a_prompt_opens_reasoning_or_closes_it_or_leaves_it_free():
