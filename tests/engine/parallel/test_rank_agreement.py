@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from torch import Tensor
 
 from models.checkpoints.loading import read_checkpoint, save_checkpoint
@@ -13,6 +12,8 @@ from models.checkpoints.model_source import find_model
 from tests.support.on_ranks import open_cases
 from tests.support.programs import overriding
 from tests.support.rank_jobs import Models, forked
+
+N_ELEMENTS_APART = 1500  # a place in a tensor that a cheap digest skips
 
 Change = Callable[[dict[str, Tensor]], None]
 
@@ -22,7 +23,7 @@ def scaled(weights: dict[str, Tensor]) -> None:
 
 
 def one_element(weights: dict[str, Tensor]) -> None:
-    weights["tok_embeddings.weight"].view(-1)[1500] += 1
+    weights["tok_embeddings.weight"].view(-1)[N_ELEMENTS_APART] += 1
 
 
 def copied(source: Path, folder: Path, change: Change | None = None) -> Path:
@@ -41,11 +42,17 @@ def digest(path: Path, whole: bool) -> str:
     return find_model(str(path), "pth", None, "--model").digest(whole)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_digest_tells_checkpoints_of_a_shape_apart(models: Models, tmp_path: Path, whole: bool) -> None:
-    """By pieces of their files or by all bytes."""
-    same, other = copied(models.target, tmp_path / "same"), copied(models.target, tmp_path / "other", scaled)
-    assert digest(same, whole) == digest(models.target, whole) != digest(other, whole)
+def test_a_digest_tells_checkpoints_of_a_shape_apart(models: Models, tmp_path: Path) -> None:
+    """By pieces of each tensor or by all bytes; a file in another order has the same."""
+    small_change = copied(models.target, tmp_path / "element", one_element)
+    by_pieces, whole = (
+        [digest(path, whole) for path in (models.target, copied(models.target, tmp_path / str(whole)), small_change)]
+        for whole in (False, True)
+    )
+    assert len({*by_pieces}) == 1 and whole[0] == whole[1] != whole[2]
+    shuffled = copied(models.target, tmp_path / "shuffled", lambda weights: weights.update([weights.popitem()]))
+    assert digest(shuffled, True) == whole[0]
+    assert digest(copied(models.target, tmp_path / "scaled", scaled), False) != by_pieces[0]
 
 
 def test_ranks_that_were_started_unlike_say_so_on_all_ranks(models: Models, tmp_path: Path) -> None:
