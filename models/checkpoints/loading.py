@@ -198,9 +198,14 @@ def _copy_out(mapped: Tensor, part: Tensor, device: str | torch.device, dtype: t
         torch.cuda.synchronize(copied.device)
     first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
-    if end > first and hasattr(mmap, "MADV_DONTNEED"):  # other systems keep them until the file is unmapped
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+    advise(first, end, "MADV_DONTNEED")  # a system without it keeps them until the file is unmapped
     return copied
+
+
+def advise(first: int, end: int, advice: str) -> None:
+    """Tell the system how the pages from address `first`, the beginning of a page, to `end` are used."""
+    if end > first and hasattr(mmap, advice):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), getattr(mmap, advice))
 
 
 def pack_model(model: Transformer) -> None:

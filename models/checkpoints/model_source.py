@@ -1,15 +1,20 @@
 """A model that can be loaded: a converted checkpoint, or a shape for random weights."""
 
 import hashlib
+import mmap
 import os
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from common.errors import CheckpointError, refuse, refuse_checkpoint
 from models.checkpoints import manifest as files
@@ -17,11 +22,14 @@ from models.checkpoints.chat_template import ChatTemplate, load_chat_template
 from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
 from models.checkpoints.default_model import DEFAULT_CHECKPOINT, DEFAULT_NAME
 from models.checkpoints.hf_config import config_from_hf, read_config, read_generation_config, with_end_tokens
-from models.checkpoints.loading import CONVERT, load_model
+from models.checkpoints.loading import CONVERT, advise, load_model, read_checkpoint
 from models.checkpoints.presets import PRESETS, preset_name
 from models.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from models.config import ModelConfig
 from models.llama import Transformer
+
+# Pieces of a tensor that tell checkpoints of the same shape apart, and the bytes of each: a few pages of a mapped file.
+N_PIECES, PIECE_BYTES = 4, 4096
 
 
 @dataclass(frozen=True)
@@ -47,15 +55,24 @@ class ModelSource:
         """False for random weights, which have no tokenizer and no acceptance rate worth measuring, and for heads."""
         return self.load_format == "pth"
 
-    @property
-    def weight_files(self) -> Sequence[Path]:
-        """The files of the weights; none for random weights."""
-        return [_weights(self.path)] if self.has_text else []
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Return names and tensors as they are stored, mapped into memory; of random weights, none."""
+        config = self.config if self.is_changed else None
+        return read_checkpoint(self.path, config=config)[1].items() if self.has_text else ()
 
     def digest(self, whole: bool) -> str:
-        """Return a digest of the files of the weights: of all bytes, or of pieces of them (see `describe_file`)."""
-        describe = files.sha256_of if whole else files.describe_file
-        return hashlib.sha256("".join(str(describe(file)) for file in self.weight_files).encode()).hexdigest()[:16]
+        """Return a digest of the tensors' names, shapes, dtypes and contents: all bytes, or pieces of each tensor."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.tensors(), key=itemgetter(0)):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            content = tensor.reshape(-1).view(torch.uint8).numpy()
+            starts = (len(content) * piece // N_PIECES for piece in range(N_PIECES))
+            if not whole:  # without reading megabytes ahead of each piece
+                first = content.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+                advise(first, content.ctypes.data + len(content), "MADV_RANDOM")
+            for part in [content] if whole else [content[start : start + PIECE_BYTES] for start in starts]:
+                digest.update(part.data)
+        return digest.hexdigest()[:16]
 
     @property
     def manifest_sha256(self) -> str | None:
@@ -115,7 +132,7 @@ def find_model(
         preset = preset_name(name or path)
         config = config_from_hf(changes.apply(PRESETS[preset], preset), where=preset)
         return ModelSource(path, load_format, config, name or preset)
-    weights = _weights(path)
+    weights = folder / files.WEIGHTS if os.path.isdir(path) else Path(path)
     if load_format != "dummy":
         files.check_files(folder, (weights.name, files.CONFIG))
         if not zipfile.is_zipfile(weights):
@@ -143,10 +160,6 @@ def check_vocabulary(target: ModelSource, draft: ModelSource) -> str | None:
                 refuse(where, seen, "the same token for every id", what, fix)
     (fewer, _), (more, owner) = sorted((source.config.vocab_size, source.name) for source in (target, draft))
     return f"only {owner} has the token ids {fewer} to {more - 1}, which are never drafted" if fewer < more else None
-
-
-def _weights(path: str) -> Path:
-    return Path(path, files.WEIGHTS) if os.path.isdir(path) else Path(path)
 
 
 def _folder(path: str) -> Path:

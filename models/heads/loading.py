@@ -1,7 +1,7 @@
 """Published heads: find them, check them against the target that they were trained for, and load them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,8 @@ class HeadSource(ModelSource):
     def n_weights(self) -> int:
         return sum(x.numel() for x in self.kind.on_meta(self.shape).parameters())
 
-    @property
-    def weight_files(self) -> Sequence[Path]:
-        return sorted({tensor.file for tensor in open_head(Path(self.path)).tensors.values()})
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        return ((name, tensor.read()) for name, tensor in open_head(Path(self.path)).tensors.items())
 
     def load(self, **options: Any) -> Any:
         """Load the head, whole on every rank. options: device, dtype, prepack and quantize (of decoder layers) of

@@ -12,6 +12,8 @@ from tests.support.on_ranks import open_cases
 from tests.support.programs import overriding
 from tests.support.rank_jobs import Models, forked
 
+N_ELEMENTS_APART = 1500  # a place in a tensor that a cheap digest skips
+
 Change = Callable[[dict[str, Tensor]], None]
 
 
@@ -20,7 +22,7 @@ def scaled(weights: dict[str, Tensor]) -> None:
 
 
 def one_element(weights: dict[str, Tensor]) -> None:
-    weights["tok_embeddings.weight"].view(-1)[1500] += 1
+    weights["tok_embeddings.weight"].view(-1)[N_ELEMENTS_APART] += 1
 
 
 def reordered(weights: dict[str, Tensor]) -> None:
