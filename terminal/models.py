@@ -6,8 +6,9 @@ from typing import Annotated, Any, ClassVar
 from tyro.conf import Positional, arg
 
 from bench.config import DEFAULT_MODEL, RunConfig, Sampling, Target
-from bench.draft_flags import ComparedDraft
+from bench.draft_flags import DraftFlags
 from common.errors import flag, refuse
+from engine.drafters.config import require_gamma
 
 TARGET: Any = arg(metavar="[TARGET]", help_behavior_hint="(default: the built-in model)")
 SECOND: Any = arg(metavar="[DRAFT]", help_behavior_hint="(default: self)")
@@ -22,7 +23,7 @@ class PositionalTarget(Target):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draft(ComparedDraft):
+class Draft(DraftFlags):
     """The draft."""
 
     second: Positional[Annotated[str | None, SECOND]] = None  # the draft, as --draft
@@ -53,4 +54,6 @@ class ModelFlags:
         """Return the run that the flags describe. chosen: fields without flags. Errors: ConfigError."""
         groups = {group.name: getattr(self, group.name) for group in fields(RunConfig) if hasattr(self, group.name)}
         (drafts,) = self.draft.choices({})
+        for draft in drafts:
+            require_gamma(draft.gamma, 1)
         return RunConfig(**groups | {"draft": drafts[0], "auto_drafts": drafts[1:]} | chosen)
