@@ -18,8 +18,7 @@ from engine.drafters import Drafter
 from engine.requests import Request
 from engine.runner import not_finite
 from models.checkpoints.text_stream import TextStream
-from terminal.in_turn import require_fixed_text
-from terminal.models import ModelFlags
+from terminal.models import ModelFlags, require_fixed_text
 from terminal.panes import printable
 
 RESET, EXIT = "/reset", "/exit"

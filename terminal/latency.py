@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 
 from bench.config import DEFAULT_MODEL, BatchSize, ComparedSampling, Output, Rows, Sizes, Target, Text
 from bench.draft_flags import DraftFlags
+from bench.passes import decode_batches
 from bench.plan import Plan
 from bench.record import acceptance, nested, rounded, settings_record
 from bench.session import Session
@@ -24,8 +25,7 @@ from common.tables import Column, console
 from engine.generation import GenerateOutput
 from engine.stats import acceptance_text, total
 from models.names import Scheme
-from terminal.in_turn import decode_batches, plan_of
-from terminal.models import ModelFlags, PositionalTarget
+from terminal.models import ModelFlags, PositionalTarget, plan_in_turns
 
 SEVERAL: Any = arg(metavar="[TARGET ...]", help_behavior_hint="(default: the built-in model)")
 LENGTHS = {"short": 48, "long": 3000}
@@ -84,7 +84,7 @@ class Latency(ModelFlags):
         config = self.config(sizes=sizes, rows=Rows(num_prompts=self.B * (self.nb_prompts + 1)))
         rows: list[dict[str, Any]] = []
         evicts = self.draft.draft_budget is None
-        for plan in [plan_of(replace(config, target=target), evicts=evicts) for target in self.target.each()]:
+        for plan in [plan_in_turns(replace(config, target=target), evicts=evicts) for target in self.target.each()]:
             if rows:  # printed now, as the next target may be interrupted
                 say(console(rows, COLUMNS))
             rows += latencies(plan)

@@ -1,5 +1,6 @@
-"""Flags of every subcommand: TARGET and DRAFT, how both are stored, how drafts are made, and sampling."""
+"""Flags and plans of subcommands: TARGET and DRAFT, how both are stored, how drafts are made, and sampling."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar
 
@@ -7,8 +8,10 @@ from tyro.conf import Positional, arg
 
 from bench.config import DEFAULT_MODEL, RunConfig, Sampling, Target
 from bench.draft_flags import DraftFlags
+from bench.plan import Plan, PromptText, resolve
 from common.errors import flag, refuse
-from engine.drafters.config import require_gamma
+from common.say import say
+from engine.drafters.config import Trait, require_gamma
 
 TARGET: Any = arg(metavar="[TARGET]", help_behavior_hint="(default: the built-in model)")
 SECOND: Any = arg(metavar="[DRAFT]", help_behavior_hint="(default: self)")
@@ -57,3 +60,32 @@ class ModelFlags:
         for draft in drafts:
             require_gamma(draft.gamma, 1)
         return RunConfig(**groups | {"draft": drafts[0], "auto_drafts": drafts[1:]} | chosen)
+
+
+def require_fixed_text(config: RunConfig) -> None:
+    """Raise ConfigError for random weights, and for a draft that needs the tokens of plain decoding."""
+    config.target.require_trained("random weights have nothing to say")
+    if config.draft and Trait.NEEDS_BASELINE in config.draft.traits:
+        what, required = "nothing is known of the answers beforehand", "a draft that needs no plain decoding first"
+        refuse("draft", config.draft.kind, required, what, "use tests/selfspec_benchmark.py")
+
+
+def plan_in_turns(config: RunConfig, texts: Sequence[PromptText] | None = None, *, evicts: bool = False) -> Plan:
+    """Return the plan of a run that decodes prompts plainly and speculatively in turns. Errors: UserError.
+
+    evicts: lower fixed draft budgets to half of the longest prompt, or to the most that a draft needs, since a cache
+    with room for the whole prompt would hold what the target's holds.
+    """
+    require_fixed_text(config)
+    plan = resolve(config, texts)
+
+    def lowered(n_entries: int) -> Plan:
+        first, *others = (draft.within(n_entries, plan.gamma) for draft in config.drafts)
+        return plan.with_drafts(first, tuple(others))
+
+    if not evicts or (halved := lowered(plan.prefix_len // 2)).config.drafts == config.drafts:
+        return plan
+    n_entries = max(draft.capacity for draft in halved.candidates)
+    said = f"{n_entries} entries of prompts of up to {plan.prefix_len} tokens (--draft_budget)"
+    say(f"note: the draft's cache keeps {said}")
+    return lowered(n_entries)  # a policy that needs more than half of a prompt sets the size of the others
