@@ -5,7 +5,7 @@ from bench.config import RunConfig
 from bench.data import load_books, resolve_dataset
 from bench.draft_flags import option_names
 from bench.passes import Decoded, PassResults, decode, joined, make_controller, prefill, warm_up
-from bench.plan import resolve, resolve_several
+from bench.plan import resolve, resolve_each
 from bench.record import (
     acceptance,
     distinct_4gram_fraction,

@@ -131,7 +131,7 @@ def settle() -> None:
 def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     """Compile or capture what rounds need, if anything: run a few from the prefilled state before any is measured."""
     runner, plan = session.runner, session.plan
-    if plan.gen_len < 2 or (not plan.config.target.compile and runner.graphs is None):
+    if plan.target.gen_len < 2 or (not plan.config.target.compile and runner.graphs is None):
         return
     choices = [PLAIN] if not drafters or plan.automatic else []
     gammas = [(i, gamma) for i, drafter in enumerate(drafters) for gamma in plan.gammas if gamma <= drafter.gamma]
@@ -209,7 +209,7 @@ def decode_batches(session: Session, **how: Any) -> Iterator[tuple[GenerateOutpu
 
     how: arguments of `generate`. Errors: UserError for logits that are not finite.
     """
-    n_rows, drafters = session.plan.n_rows, session.drafters()
+    n_rows, drafters = session.plan.target.n_rows, session.drafters()
     warm_up(session, drafters)
     settle()
     costs = costs_of(session, drafters)

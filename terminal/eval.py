@@ -61,7 +61,7 @@ class Eval(ModelFlags):
         session = Session.of_plan(plan_in_turns(config, texts, evicts=evicts))
         assert session.tokenizer
         say(f"every generation is appended to {self.save}, run {session.run}")
-        stops = [*session.plan.target.end_tokens, *line_ends(session.tokenizer)]
+        stops = [*session.plan.target.source.end_tokens, *line_ends(session.tokenizer)]
         rows: list[dict[str, Any]] = []
         counts: list[Counts] = []
         for plainly, speculatively in decode_batches(session, stop_tokens=stops):

@@ -83,9 +83,9 @@ def plan_in_turns(config: RunConfig, texts: Sequence[PromptText] | None = None, 
         first, *others = (draft.within(n_entries, plan.gamma) for draft in config.drafts)
         return plan.with_drafts(first, tuple(others))
 
-    if not evicts or (halved := lowered(plan.prefix_len // 2)).config.drafts == config.drafts:
+    if not evicts or (halved := lowered(plan.target.prefix_len // 2)).config.drafts == config.drafts:
         return plan
     n_entries = max(draft.capacity for draft in halved.candidates)
-    said = f"{n_entries} entries of prompts of up to {plan.prefix_len} tokens (--draft_budget)"
+    said = f"{n_entries} entries of prompts of up to {plan.target.prefix_len} tokens (--draft_budget)"
     say(f"note: the draft's cache keeps {said}")
     return lowered(n_entries)  # a policy that needs more than half of a prompt sets the size of the others

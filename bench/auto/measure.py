@@ -53,8 +53,8 @@ def costs_of(session: Session, drafters: Sequence[Drafter], n_steps: float | Non
     plan = session.plan
     if not plan.chooses:
         return None
-    started, n_rows = time.perf_counter(), min(plan.n_rows, len(session.prompts))
-    n_steps = n_steps or plan.gen_len * math.ceil(len(session.prompts) / n_rows)
+    started, n_rows = time.perf_counter(), min(plan.target.n_rows, len(session.prompts))
+    n_steps = n_steps or plan.target.gen_len * math.ceil(len(session.prompts) / n_rows)
     with progress_bar(f"costs ({MEASURING_SECONDS:.0f} s or less)", None) as bar:
         how = {**session.how, "gamma": plan.gamma, "progress": BarProgress(bar)}
         # Captured rounds always run the model, and are captured for the drafter that decodes.
@@ -63,7 +63,7 @@ def costs_of(session: Session, drafters: Sequence[Drafter], n_steps: float | Non
         profiler = CostProfiler(session.runner, models, session.prompts, **how)
         costs = measure_costs(profiler, plan.gammas, n_steps)
     costs = session.ranks.broadcast_object(lambda: costs)
-    return RunCosts(plan.prefix_len, costs, time.perf_counter() - started)
+    return RunCosts(plan.target.prefix_len, costs, time.perf_counter() - started)
 
 
 class CostProfiler:

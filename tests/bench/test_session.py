@@ -55,7 +55,7 @@ def test_a_draft_of_the_draft_is_a_model_of_its_own(config, tmp_path, monkeypatc
     assert len(drafters) == 2 and [cache.rotate_on_read for cache in caches] == [False, True] * 2
     assert drafters[0]._inner._runner.model is drafters[1]._inner._runner.model in [*session.models.loaded.values()]
     held = sum(cache.n_bytes for cache in caches) + sum(cache.n_bytes for cache in caches[1::2])
-    planned = session.plan.n_rows * memory_plan(session.plan).per_row["draft KV"]
+    planned = session.plan.target.n_rows * memory_plan(session.plan).per_row["draft KV"]
     assert planned == held, "what prompts left of the model is kept beside it"
     fixed = session.variant(draft=replace(draft, gamma=4, draft=replace(draft.draft, policy=Streaming(24))))
     out, both = fixed.generate(drafter := fixed.drafter()), drafter.inner_counts()
