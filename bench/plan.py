@@ -89,17 +89,27 @@ class Plan:
         return list(dict.fromkeys(remark for draft in drafts for remark in draft.remarks(self.target)))
 
     def with_sampling(self, sampling: Sampling) -> Plan:
-        """Return the plan with another distribution, or rule of verification. Errors: ConfigError."""
-        params, verification = resolve_sampling(sampling)
-        config = replace(self.config, sampling=sampling)
-        plan = replace(self, config=config, sampling=params, verification=verification)
+        """Return the plan with another distribution of tokens, and the mode that verifies drafts of them. Errors:
+        ConfigError for a mode that cannot verify it."""
+        edits: dict[str, Any] = {name: getattr(sampling, name) for name in ("repetition_penalty", "min_tokens")}
+        filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed or 0, sampling.min_p
+        params = SamplingParams(*filters, **edits)
+        if params.greedy:
+            given = {"top_k": params.top_k > 0, "top_p": params.top_p < 1, "min_p": params.min_p > 0}
+            given["seed"] = sampling.seed is not None
+            if unused := [name for name, is_given in given.items() if is_given]:
+                note_without_effect(unused, "temperature 0 is greedy")
+            params = SamplingParams(**edits)
+        mode, config = resolve_mode(sampling.mode, [params]), replace(self.config, sampling=sampling)
+        plan = replace(self, config=config, sampling=params, verification=mode)
         repeats_plain = plan.reproducible and not config.passes.no_baseline
         return replace(plan, target=replace(self.target, repeats_plain=repeats_plain))
 
-    def with_drafts(self, draft: DrafterConfig | None, auto_drafts: tuple[DrafterConfig, ...] = ()) -> Plan:
-        """Return the plan with other drafts of the same target. Errors: ConfigError for drafts that it cannot have."""
-        config = replace(self.config, draft=draft, auto_drafts=auto_drafts)
-        plans = candidates(config.drafts, self.target, config.passes.ablate)
+    def with_drafts(self, *drafts: DrafterConfig) -> Plan:
+        """Return the plan with other drafts to choose among. Errors: ConfigError for drafts that the target cannot
+        have."""
+        config = self.config.with_drafts(*drafts)
+        plans = candidates(drafts, self.target, config.passes.ablate)
         return replace(self, config=config, candidates=plans)
 
     def sized(self) -> Plan:
@@ -174,7 +184,12 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
     dtype = DTYPES.get(stored.dtype) or auto_dtype(device, source)[0]
     if stored.quantize:
         check_scheme(stored.quantize, device, source.config.n_expert)
-    group = _rank_group(config, source)
+    group: tuple[int, ...] = (LEADER,)
+    if config.ranks is None:
+        require_single_process()
+    else:
+        group = replica_group(config.n_replicas, config.ranks.rank_group)
+        check_count(source.config, len(group), f"{flag('rank_group')} (all ranks, if not given)")
     config = _without_unused(config, device, source.has_text, texts is not None or max_length is not None)
     prompts = _given_prompts(config.rows, source, texts) if max_length is None else []
     n_rows, n_replicas, capacity = sizes.B, config.n_replicas, 0
@@ -207,7 +222,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
         changes=stored.changes,
     )
     plan = Plan(config, target, dataset, prompts, n_prompts).with_sampling(config.sampling)
-    plan = plan.with_drafts(config.draft, config.auto_drafts)
+    plan = plan.with_drafts(*config.drafts)
     if max_length is None:
         return plan.sized()
     require_at_least("max_length", capacity, plan.gamma + 4)
@@ -220,26 +235,11 @@ def resolve_each(
     """Return a plan for several runs of the same target, each with drafts to choose among: with room for rounds of all
     gammas, and for the caches of all drafts if any run chooses while decoding, else of one at a time. Errors:
     UserError."""
-    first, *others = choices[0]
-    plan = resolve(replace(config, draft=first, auto_drafts=tuple(others)), texts)
-    runs = [plan.with_drafts(first, tuple(others)) for first, *others in choices]
+    plan = resolve(config.with_drafts(*choices[0]), texts)
+    runs = [plan.with_drafts(*drafts) for drafts in choices]
     choosing = next((run for run in runs if run.chooses), None)
     candidates = tuple(draft for run in runs for draft in run.candidates)
     return replace(choosing or plan, candidates=candidates, n_resident=None if choosing else 1).sized()
-
-
-def resolve_sampling(sampling: Sampling) -> tuple[SamplingParams, str]:
-    """Return how tokens are drawn, and the verification mode. Errors: ConfigError for a mode that cannot verify it."""
-    edits: dict[str, Any] = {name: getattr(sampling, name) for name in ("repetition_penalty", "min_tokens")}
-    filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed or 0, sampling.min_p
-    params = SamplingParams(*filters, **edits)
-    if params.greedy:
-        given = {"top_k": params.top_k > 0, "top_p": params.top_p < 1, "min_p": params.min_p > 0}
-        given["seed"] = sampling.seed is not None
-        if unused := [name for name, is_given in given.items() if is_given]:
-            note_without_effect(unused, "temperature 0 is greedy")
-        params = SamplingParams(**edits)
-    return params, resolve_mode(sampling.mode, [params])
 
 
 def _without_unused(config: RunConfig, device: str, has_text: bool, has_prompts: bool) -> RunConfig:
@@ -280,13 +280,3 @@ def _given_prompts(rows: Rows, target: ModelSource, texts: Sequence[PromptText] 
     prompts = [tokenizer.encode(text, add_bos=True) if isinstance(text, str) else list(text) for text in texts]
     target.check_tokens(prompts)
     return prompts
-
-
-def _rank_group(config: RunConfig, target: ModelSource) -> tuple[int, ...]:
-    """Return the ranks of a replica that hold the target."""
-    if config.ranks is None:
-        require_single_process()
-        return (LEADER,)
-    group = replica_group(config.n_replicas, config.ranks.rank_group)
-    check_count(target.config, len(group), f"{flag('rank_group')} (all ranks, if not given)")
-    return group

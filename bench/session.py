@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import EllipsisType
 from typing import Any, TypeVar
 
 import torch
@@ -115,24 +114,24 @@ class Session:
     def variant(
         self,
         *,
-        draft: DrafterConfig | EllipsisType | None = ...,
-        auto_drafts: tuple[DrafterConfig, ...] = (),
+        drafts: Sequence[DrafterConfig] | None = None,
         sampling: Sampling | None = None,
         prompts: list[list[int]] | None = None,
         gen_len: int | None = None,
     ) -> Session:
-        """Return a session of the same model and cache with other drafts (None: plain decoding), sampling or prompts.
+        """Return a session of the same model and cache with other drafts to choose among (none: plain decoding),
+        sampling or prompts.
 
-        Weights of a draft are loaded unless a draft of this session has them. auto_drafts: see `RunConfig`. Errors:
-        UserError for a draft that the target cannot have.
+        Weights of a draft are loaded unless a draft of this session has them. Errors: UserError for a draft that the
+        target cannot have.
         """
         plan = self.plan
         if gen_len is not None:
             plan = replace(plan, target=replace(plan.target, gen_len=gen_len))
         if sampling is not None:
             plan = plan.with_sampling(sampling)
-        if not isinstance(draft, EllipsisType):
-            plan = plan.with_drafts(draft, auto_drafts)
+        if drafts is not None:
+            plan = plan.with_drafts(*drafts)
         for planned in plan.candidates:
             planned.load(self.models)
         return replace(self, plan=plan, prompts=self.prompts if prompts is None else prompts)
@@ -146,7 +145,7 @@ class Session:
     def drafter(self, draft: DrafterConfig | None = None) -> Drafter:
         """Return the drafter of a configuration (default: the session's) over an empty cache. Errors: ConfigError, also
         for `auto`."""
-        session = self if draft is None else self.variant(draft=draft)
+        session = self if draft is None else self.variant(drafts=[draft])
         if session.plan.automatic or not session.plan.candidates:
             required, fix = "a draft of one gamma and one budget", "name numbers, or use make_controller()"
             refuse("Session.drafter", session.plan.automatic, required, "there is no single drafter", fix)

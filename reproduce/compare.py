@@ -206,11 +206,11 @@ def measure(
     decoders, forced = list[Decoder](), list[Forced]()
     for session, text in product(sessions.values(), flags.kinds):
         drafting = partial(session.variant, sampling=flags.sampling_of(text))
-        each = [(name, drafting(draft=first, auto_drafts=tuple(rest))) for name, (first, *rest) in configs]
+        each = [(name, drafting(drafts=drafts)) for name, drafts in configs]
         if text == BOOK:
             forced += [Forced(name, text, variant) for name, variant in each if not variant.plan.chooses]
         else:
-            decoders.append(plain := Decoder(PLAIN, text, drafting(draft=None)))
+            decoders.append(plain := Decoder(PLAIN, text, drafting(drafts=())))
             decoders += [Decoder(name, text, variant, plain=plain) for name, variant in each]
     forced = [contender for contender in forced if not contender.needs_plain]
     others = peers(flags.target.model, flags.B, [first.gamma for _, (first, *_) in configs]) if flags.llama_cpp else []

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from types import FrameType
 from typing import Annotated, Any, ClassVar, Literal
@@ -115,9 +115,8 @@ class Serve:
             where, what = f"{flag('draft')}, {flag('text_drafts')}", "this draft takes its guesses from all requests"
             required = f"drafts from the text of the row, with {flag('no_prefix_reuse')}"
             refuse(where, sharing[0], required, what, f"use suffix without {flag('keep_answers')}")
-        draft, *others = drafts or (None,)
-        run = RunConfig(target=self.target, draft=draft, auto_drafts=tuple(others), ranks=self.ranks)
-        return replace(run, sampling=Sampling(verification=self.batch.verification))
+        run = RunConfig(target=self.target, sampling=Sampling(verification=self.batch.verification), ranks=self.ranks)
+        return run.with_drafts(*drafts)
 
     def _check(self) -> None:
         values = vars(self.limits) | vars(self.batch) | {"drain_seconds": self.http.drain_seconds}

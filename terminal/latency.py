@@ -103,7 +103,7 @@ def latencies(plan: Plan) -> list[dict[str, Any]]:
     session, before = Session.of_plan(plan), usage_so_far()
     _, *counted = decode_batches(session)
     contended, rows = contention([usage_so_far().since(before)])["contended"], list[dict[str, Any]]()
-    for way, outputs in zip((session.variant(draft=None), session), zip(*counted, strict=True), strict=True):
+    for way, outputs in zip((session.variant(drafts=()), session), zip(*counted, strict=True), strict=True):
         named = {"model": way.name, "dataset": plan.dataset, "config": nested(way.plan.config)}
         rows.append({**named, **figures(outputs), "contended": contended, **settings_record(way)})
     return rounded([row | {"speedup": rows[0]["median_ms"] / row["median_ms"]} for row in rows])

@@ -59,7 +59,7 @@ class ModelFlags:
         (drafts,) = self.draft.choices({})
         for draft in drafts:
             require_gamma(draft.gamma, 1)
-        return RunConfig(**groups | {"draft": drafts[0], "auto_drafts": drafts[1:]} | chosen)
+        return RunConfig(**groups | {"draft": None} | chosen).with_drafts(*drafts)
 
 
 def require_fixed_text(config: RunConfig) -> None:
@@ -80,8 +80,7 @@ def plan_in_turns(config: RunConfig, texts: Sequence[PromptText] | None = None, 
     plan = resolve(config, texts)
 
     def lowered(n_entries: int) -> Plan:
-        first, *others = (draft.within(n_entries, plan.gamma) for draft in config.drafts)
-        return plan.with_drafts(first, tuple(others))
+        return plan.with_drafts(*(draft.within(n_entries, plan.gamma) for draft in config.drafts))
 
     if not evicts or (halved := lowered(plan.target.prefix_len // 2)).config.drafts == config.drafts:
         return plan
