@@ -15,7 +15,7 @@ from typing import Any
 
 from common.errors import flag, refuse
 from engine.drafters.combined import text_kinds
-from engine.drafters.config import AUTO, DrafterConfig, drafters, wrappers
+from engine.drafters.config import AUTO, DrafterConfig, Trait, drafters, wrappers
 from kv_cache import Policy
 from kv_cache.policy import BudgetedPolicy, policies
 
@@ -39,13 +39,8 @@ def required_options(kind: type[DrafterConfig]) -> list[str]:
     return [option.name for option in options if option.default_factory is MISSING]
 
 
-def needs_model(kind: type[DrafterConfig]) -> bool:
-    """Return whether a kind of draft needs a second model."""
-    return "draft_model" in required_options(kind)
-
-
 # Kinds that need no second model, and those that do.
-ALONE = [name for name, kind in drafters().items() if not needs_model(kind)]
+ALONE = [name for name, kind in drafters().items() if Trait.SECOND_MODEL not in kind.TRAITS]
 WITH_MODEL = [name for name in drafters() if name not in ALONE]
 FORMS = f"{', '.join(ALONE)}, a converted checkpoint, or {', '.join(f'{name}:PATH' for name in WITH_MODEL)}"
 
@@ -98,7 +93,7 @@ def drafts_of(given: Mapping[str, Any]) -> tuple[DrafterConfig, ...]:
     kinds += [_known("auto_drafts", kind, others) for kind in given.get("auto_drafts", ())]
     names = [given.get("draft_policy", DEFAULT_POLICY)]
     if names == [AUTO]:
-        if needs_model(kinds[0]):
+        if Trait.SECOND_MODEL in kinds[0].TRAITS:
             what = "a draft with a second model cannot change its cache, which would have to be prefilled again"
             refuse("draft_policy", AUTO, "a policy", what, "name it")
         names = sorted(BUDGETED, key=lambda name: name != DEFAULT_POLICY)  # the first until another pays more
