@@ -92,6 +92,11 @@ def _plain(message: str) -> str:
 def _refusal(prog: str, message: str, words: Sequence[str]) -> ConfigError:
     """Return the error for a command line that tyro refused with a message."""
     chosen = r"(?:invalid choice '(.*)' for argument '(.*)'\. )?Expected one of [({](.*?)[)}]"
+    if parsed := re.match(r"Error parsing (\S+): (?:no type matching (\S+) .*?)?.*?(int\(\)|float)[^']*'(.*?)'", message):
+        where, kinds, kind, value = parsed.groups()
+        number = "an integer" if kind == "int()" else "a number"
+        required = re.sub("INT|FLOAT", number, kinds).translate({ord("|"): " or ", ord("{"): "", ord("}"): ""}) if kinds else number
+        return ConfigError("a flag has no such value", where, value, required, f"give {number}")
     if (listed := re.search(chosen, message)) is None:
         return _unreadable(prog, message)
     value, where, names = listed.groups()

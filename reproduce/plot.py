@@ -81,14 +81,16 @@ def choose_x(records: Sequence[Record]) -> str:
     return max(AXES, key=lambda name: len({record.get(name) for record in records}))
 
 
-def varied_settings(records: Sequence[Record], without: Sequence[str | None]) -> list[str]:
-    """Return the settings that tell lines apart: each makes more combinations than those before it."""
+def varied_settings(records: Sequence[Record], x: str, facet: str | None = None) -> list[str]:
+    """Return the settings that tell the lines of a panel apart: each makes more combinations than those before it."""
 
-    varied, n_combination = list[str](), 1
+    def n_combinations(names: Sequence[str]) -> int:
+        return len({repr([record.get(name) for name in names]) for record in records})
+
+    panel, varied = [facet] if facet else [], list[str]()
     for name in dict.fromkeys([*SETTINGS, *bench.option_names()]):
-        found = {repr([record.get(each) for each in (*varied, name)]) for record in records}
-        if name not in without and len(found) > n_combination:
-            varied, n_combination = [*varied, name], len(found)
+        if name not in (x, facet) and n_combinations([*panel, *varied, name]) > n_combinations([*panel, *varied]):
+            varied.append(name)
     return varied
 
 
@@ -194,7 +196,7 @@ def main(flags: Flags) -> None:
     rows = selected([row | {GENERATED: row.get("generated", [None])[-1]} for row in rows], flags.where)
     measured = [row for row in rows if any(is_number(row.get(y)) for y in flags.y)]
     x, panels = flags.x or choose_x(measured or rows), dict[str, dict[Any, Lines]]()
-    varied = flags.lines or varied_settings(measured, (x, flags.facet))
+    varied = flags.lines or varied_settings(measured, x, flags.facet)
     for y in flags.y:
         drawn = [row for row in measured if is_number(row.get(y)) and (row.get(x) is None or is_number(row[x]))]
         values = {row[x] for row in drawn if row.get(x) is not None}

@@ -16,7 +16,7 @@ def record(B: int, speedup: float | None, **changes: object) -> Record:
 
 
 def lines(records: list[Record], x: str, y: str) -> Lines:
-    return lines_of(records, x, y, varied_settings(records, (x,)))
+    return lines_of(records, x, y, varied_settings(records, x))
 
 
 @pytest.fixture
