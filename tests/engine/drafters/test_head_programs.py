@@ -90,7 +90,9 @@ def test_the_memory_plan_counts_the_head(models, heads, draft):
     given = draft(draft_model=str(path), **({"draft_dtype": "float32"} if draft is EagleConfig else {}))
     config = RunConfig(Target(model=str(models.target), dtype="float32", device="cpu"), draft=given)
     plan = resolve(replace(config, sizes=Sizes(2, None, 12)), [[1] * 60] * 2)
-    loaded = find_head(str(path), given.name, plan.target.config).load(device="cpu", dtype=torch.float32, prepack=False)
+    loaded = find_head(str(path), given.name, plan.target.source.config).load(
+        device="cpu", dtype=torch.float32, prepack=False
+    )
     assert memory_plan(plan).fixed["draft weights"] == 4 * sum(x.numel() for x in loaded.parameters())
 
 

@@ -87,7 +87,7 @@ def test_a_turn_ends_in_every_program(tmp_path: Path, source: str, monkeypatch: 
     if source != "template":
         (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     session = session_of(folder)
-    assert {*session.plan.target.end_tokens} == {OF_TEXT, OF_TURN}
+    assert {*session.plan.target.source.end_tokens} == {OF_TEXT, OF_TURN}
     expected = session.generate().tokens
     assert [tokens[-1] for tokens in expected] == [OF_TURN] * 2
     with serving(folder, "--max_length 120 --gamma 0", PLAIN) as server:
