@@ -60,7 +60,6 @@ def arguments(models: Models, head: Path, flags: str) -> list[str]:
         ("eagle-3", "eagle", f"--draft_budget 24 --draft_dtype same --gamma 2 {SAMPLED}", 24),
         ("eagle-1", "eagle", "--draft_budget 24 --draft_dtype same --gamma auto --draft_positions cache", 24),
         ("peagle", "eagle", f"--draft_budget 24 --draft_dtype same --gamma 3 {SAMPLED}", 24),
-        ("dflash", "dflash", f"--draft_budget 24 --gamma auto {SAMPLED}", 24),
         pytest.param("dflash", "dflash", f"{IN_8_BITS} --gamma 3 {SAMPLED}", 76, marks=needs_vnni),
         ("dflash", "dflash", f"{IN_4_BITS} --gamma 2 --text_drafts suffix", 75),
         ("dflash", "dflash", f"--draft_budget 20 --draft_positions cache --gamma 4 {REJECTION}", 20),
