@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Suppress, arg
 
-from common.errors import ConfigError, flag, require_at_least
+from common.errors import ConfigError, flag, refuse, require_at_least
 from common.jsonl import require_appendable
 from engine.drafters.config import AUTO, DrafterConfig
 from models.checkpoints.config_changes import ConfigChanges
@@ -259,6 +259,9 @@ class RunConfig(PlainRun):
             raise ConfigError("prefilled prompts are kept in a folder", flag("prefix_cache"), folder, "a folder", fix)
         if self.passes.by_length is not None:
             require_at_least("by_length", self.passes.by_length, 1)
+        if self.passes.ablate and self.passes.no_baseline:
+            what, required = "drafts are compared by their speedups", f"no {flag('no_baseline')}"
+            refuse("ablate", f"with {flag('no_baseline')}", required, what, f"leave out {flag('no_baseline')}")
         records, rows = self.output.output, self.rows.save_rows
         require_appendable(records, "output")
         require_appendable(rows, "save_rows")

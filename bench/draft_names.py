@@ -62,7 +62,11 @@ def parse_draft(name: str, field: str = "draft", *, is_whole: bool = False) -> d
     if not (is_known and is_fitting) or (is_whole and kind in WITH_MODEL and not path):
         if os.path.exists(name):
             return {"draft": "standalone", "draft_model": name}
-        refuse(field, name[:80], FORMS, "there is no such draft", "check the spelling and the folder")
+        if "policy" in names and policy not in ("", AUTO):
+            _known("draft_policy", policy, policies(), AUTO)
+        near = get_close_matches(model, [*ALONE, *WITH_MODEL], 1)
+        fix = f"use {near[0]}{':PATH' * (near[0] in WITH_MODEL)}" if near else "check the spelling and the folder"
+        refuse(field, name[:80], FORMS, "there is no such draft", fix)
     options: dict[str, Any] = {"draft": kind, "draft_model": path, "draft_policy": policy, "text_drafts": texts}
     options |= {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length}
     options |= {"gamma": AUTO} if length == AUTO else {}
@@ -135,8 +139,10 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
     for pair in pairs:
         name, is_pair, value = pair.partition("=")
         if not is_pair or name not in known:
-            required = f"NAME=VALUE with one of {', '.join(sorted(known))}"
-            refuse("draft_options", pair[:80], required, "no draft or policy has this option", "check the spelling")
+            near = [*get_close_matches(name, sorted(known), 1), "NAME"]
+            required = "NAME=VALUE, with an option of a draft or policy (docs/flags.md)"
+            what, fix = "no draft or policy has this option", f"use {near[0]}=VALUE"
+            refuse("draft_options", pair[:80], required, what, fix)
         parsed[name] = parse_value(value)
     return parsed
 

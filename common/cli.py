@@ -92,11 +92,13 @@ def _plain(message: str) -> str:
 def _refusal(prog: str, message: str, words: Sequence[str]) -> ConfigError:
     """Return the error for a command line that tyro refused with a message."""
     chosen = r"(?:invalid choice '(.*)' for argument '(.*)'\. )?Expected one of [({](.*?)[)}]"
-    if parsed := re.match(r"Error parsing (\S+): (?:no type matching (\S+) .*?)?.*?(int\(\)|float)[^']*'(.*?)'", message):
+    number = r"Error parsing (\S+): (?:no type matching (\S+) .*?)?.*?(int\(\)|float)[^']*'(.*?)'"
+    if parsed := re.match(number, message):
         where, kinds, kind, value = parsed.groups()
-        number = "an integer" if kind == "int()" else "a number"
-        required = re.sub("INT|FLOAT", number, kinds).translate({ord("|"): " or ", ord("{"): "", ord("}"): ""}) if kinds else number
-        return ConfigError("a flag has no such value", where, value, required, f"give {number}")
+        required = "an integer" if kind == "int()" else "a number"
+        others = [name for name in re.split(r"[|{}]+", kinds or "") if name not in ("", "INT", "FLOAT")]
+        what, fix = "a flag has no such value", f"give {required}"
+        return ConfigError(what, where, value, " or ".join([required, *others]), fix)
     if (listed := re.search(chosen, message)) is None:
         return _unreadable(prog, message)
     value, where, names = listed.groups()

@@ -67,7 +67,10 @@ class Http:
         key = os.environ.get(API_KEY) if self.api_key is None else self.api_key
         if key is not None and not (key.strip() and key.isprintable()):
             seen = repr("".join(char for char in key if not char.isprintable()) or key)  # a message shows no secret
-            required, fix = "printable characters, which a header can carry", "take these characters out, or choose another key"
+            required, fix = (
+                "printable characters, which a header can carry",
+                "take these characters out",
+            )
             refuse(f"{flag('api_key')} or ${API_KEY}", seen, required, "clients cannot bring this key", fix)
         return key and key.strip()
 

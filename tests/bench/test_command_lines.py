@@ -99,7 +99,9 @@ def test_a_token_is_not_repeated():
         ("foretoken.py", "--gamma 3 compare", ["--gamma", "begin with the subcommand"]),
         (BENCHMARKS[2], "--drft-budget 128 --gama=3", ["--drft_budget, --gama\n", "use --draft_budget, --gamma,"]),
         (COST_MODEL, "--modl x", ["--modl", "use --model,"]),
-        (BENCHMARKS[0], "--B many", ["--B", "'many'"]),
+        (BENCHMARKS[0], "--B many", ["--batch_size/--B", "many", "give an integer"]),
+        (BENCHMARKS[2], "--draft_budget 1.5", ["--draft_budget", "1.5", "an integer or auto"]),
+        (BENCHMARKS[2], "--draft self:streming", ["streming", "snapkv, ", "use streaming"]),
         (BENCHMARKS[2], "--draft_policy streming", ["streming", "snapkv, ", "use streaming"]),
     ],
 )
@@ -136,7 +138,9 @@ def test_a_name_and_options_are_a_configuration() -> None:
     assert drafts_of(given) == (Hybrid(gamma=5, draft=draft, texts=(SuffixConfig(gamma=5),), text_match=4),)
 
 
-@pytest.mark.parametrize("pair", ["text_mach=4", "text_match", "policy=4"])
-def test_an_option_that_no_draft_has_is_refused(pair: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s){pair}.*text_match"):
+@pytest.mark.parametrize(
+    "pair,fix", [("text_mach=4", "use text_match="), ("text_match", "use text_match="), ("policy=4", "")]
+)
+def test_an_option_that_no_draft_has_is_refused(pair: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){pair}.*{fix}"):
         DraftFlags(draft_options=(pair,)).given()

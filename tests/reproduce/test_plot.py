@@ -44,6 +44,13 @@ def test_a_line_for_each_combination_of_what_else_varies():
     assert named == "prefix_len 1000, gamma 3"
 
 
+def test_what_follows_from_the_facet_splits_no_line():
+    records = [
+        record(B, 2.0, text=text, verification=by) for B in (1, 2) for text, by in (("book", "a"), ("chat", "b"))
+    ]
+    assert varied_settings(records, "B", "text") == [] and varied_settings(records, "B") == ["text"]
+
+
 def test_bars_are_the_range_of_repeats_or_an_interval_over_rows():
     repeated = record(1, 1.2, speedups=[1.1, 1.2, 1.5])
     assert lines([repeated], "B", "speedup") == {"all": [(1, 1.2, 1.1, 1.5)]}
