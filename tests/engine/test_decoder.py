@@ -108,54 +108,57 @@ def test_each_request_gets_what_it_gets_alone(seed, mode):
     assert driver.decoder.step() is None and (not reuses or any(request.n_reused > 1 for request in requests))
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_request_that_samples_in_a_new_way_disturbs_nobody(captured):
+def test_a_request_that_samples_in_a_new_way_disturbs_nobody():
     """In `auto` the first that samples ends greedy verification, and each new filter makes new rounds."""
     model, prompts = tiny_model(), random_prompts([30, 11, 7, 19, 13])
-    graphs: list[RecordedGraph] = []
-    new_graphs = (lambda device: RecordedGraphs(device, graphs)) if captured else None
-    runner = ModelRunner(model, full_cache(model, 2), new_graphs=new_graphs)
     samplings = [SamplingParams(), WARM, SamplingParams(0.9, top_p=0.7, seed=4), SamplingParams(1.1, seed=5)]
-    samplings.append(SamplingParams())
-    controller = Fixed(self_draft(runner, Streaming(12, n_sink=2), 3))
-    alone = [
-        generate(runner, [prompt], max_new_tokens=24, controller=controller, sampling=sampling, request_ids=[i]).tokens[
-            0
-        ]
-        for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
-    ]
-    decoder, requests = Decoder(runner, controller), []
-    for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-        requests.append(Request(prompt, 24, sampling=sampling, id=i))
-        decoder.submit(requests[-1])
-        for _ in range(4):
-            decoder.step()
-    decode(decoder)
-    assert [request.tokens for request in requests] == alone
-    assert alone[0] == continue_by_recomputing(model, prompts[0], 24)
-    assert bool(graphs) is captured
+    given = [*enumerate(zip(prompts, [*samplings, SamplingParams()], strict=True))]
+    alone, graphs = list[list[int]](), list[RecordedGraph]()
+    for new_graphs in (None, partial(RecordedGraphs, recorded=graphs)):
+        runner = ModelRunner(model, full_cache(model, 2), new_graphs=new_graphs)
+        controller = Fixed(self_draft(runner, Streaming(12, n_sink=2), 3))
+        if not alone:
+            how = {"max_new_tokens": 24, "controller": controller}
+            alone = [generate(runner, [p], sampling=way, request_ids=[i], **how).tokens[0] for i, (p, way) in given]
+        decoder, requests = Decoder(runner, controller), []
+        for i, (prompt, sampling) in given:
+            requests.append(Request(prompt, 24, sampling=sampling, id=i))
+            decoder.submit(requests[-1])
+            for _ in range(4):
+                decoder.step()
+        decode(decoder)
+        assert [request.tokens for request in requests] == alone
+    assert graphs and alone[0] == continue_by_recomputing(model, prompts[0], 24)
+
+
+class Counting(ModelRunner):
+    """Notes how many tokens each forward ran, and of how many rows."""
+
+    def __init__(self, *args, **how):
+        super().__init__(*args, **how)
+        self.ran, hidden = [], self.model.hidden
+        self.model.hidden = lambda tokens, *rest: self.ran.append(tuple(tokens.shape)) or hidden(tokens, *rest)
+
+
+def counting(n_rows: int, seed: int = 0, **how) -> Counting:
+    model = tiny_model(seed=seed)
+    return Counting(model, full_cache(model, n_rows), **how)
 
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_round_computes_the_rows_that_decode(captured):
     """Five rows end one by one; captured rounds are made for 1, 2, 4 and all, called ones for 2 or more."""
-    computed = []
-
-    class Counting(ModelRunner):
-        def step(self, tokens, positions, cache=None):
-            computed.append(len(tokens))
-            return super().step(tokens, positions, cache)
-
-    model = tiny_model()
-    decoder = Decoder(Counting(model, full_cache(model, 5), new_graphs=RecordedGraphs if captured else None))
+    runner = counting(5, new_graphs=RecordedGraphs if captured else None)
+    decoder = Decoder(runner)
     requests = [Request(prompt, 3 + n) for n, prompt in enumerate(random_prompts([9, 4, 17, 6, 11]))]
     for request in requests:
         decoder.submit(request)
     busy = [step.busy for step in iter(decoder.step, None)]
     assert busy == [5, 5, 4, 3, 2, 1]
     # The second of a kind is called once more, to compare what its graph gives.
+    computed = [n_rows for n_rows, n_token in runner.ran if n_token == 1]
     assert computed == ([5, 5, 5, 4, 4, 4, 2, 1] if captured else [5, 5, 4, 3, 2, 2])
-    assert all(one.tokens == continue_by_recomputing(model, one.prompt, one.limit) for one in requests)
+    assert all(one.tokens == continue_by_recomputing(tiny_model(), one.prompt, one.limit) for one in requests)
 
 
 def test_a_request_that_was_submitted_or_has_other_types_is_refused():
@@ -166,21 +169,6 @@ def test_a_request_that_was_submitted_or_has_other_types_is_refused():
     for field, value in (("prompt", [1, 2.0]), ("stop_tokens", 3), ("id", "3")):
         with pytest.raises(ConfigError):
             Request(**{"prompt": [1, 2], "limit": 3, field: value})
-
-
-class Counting(ModelRunner):
-    """Notes how many tokens each forward ran, and of how many rows."""
-
-    def __init__(self, *args, **how):
-        super().__init__(*args, **how)
-        self.model, self.ran = tiny_model(), []
-        hidden = self.model.hidden
-        self.model.hidden = lambda tokens, *rest: self.ran.append(tuple(tokens.shape)) or hidden(tokens, *rest)
-
-
-def counting(n_rows: int, seed: int = 0) -> Counting:
-    model = tiny_model(seed=seed)
-    return Counting(model, full_cache(model, n_rows))
 
 
 def test_a_row_that_decodes_waits_for_one_chunk_at_most():

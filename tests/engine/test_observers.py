@@ -1,5 +1,7 @@
 """What an observer of verifications gets: each verified draft, p and q, and no other tokens because of it."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -27,8 +29,7 @@ class Observer(list[VerifiedRow], Progress):
         self.append(row)
 
 
-@pytest.mark.parametrize("new_graphs", [None, RecordedGraphs], ids=["called", "captured"])
-@pytest.mark.parametrize("mode", SAMPLINGS)
+@pytest.mark.parametrize("mode,new_graphs", [*product(SAMPLINGS, [RecordedGraphs]), ("rejection", None)])
 def test_an_observer_gets_every_verified_draft_and_changes_no_token(mode, new_graphs):
     """Two rows decode three requests that stop at other tokens."""
     runner, prompts, seen = tiny_runner(2, new_graphs=new_graphs), random_prompts([40, 7, 23]), Observer()

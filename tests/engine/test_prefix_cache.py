@@ -1,6 +1,9 @@
-"""Prefilled prompts that later runs take over bit by bit."""
+"""Prefilled prompts that later runs take over bit by bit; what is no file in a cache folder is never opened."""
 
+import faulthandler
+import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from engine import ModelRunner
 from engine.prefix_store import PrefixStore
 from models import Transformer
+from models.kernels.build import BuildChoice, remembered
 from tests.support.programs import benchmark
 from tests.support.tiny import full_cache, random_prompts, tiny_model, tiny_runner
 
@@ -100,3 +104,34 @@ def test_a_second_run_takes_prompts_over_unless_its_storage_is_another(
     assert all(stretches[0][name] > 0 for name in ("draft_ms", "verify_ms", "baseline_step_ms", "round_ms"))
     emitted = sum(row["rounds"] * row["mean_accepted_length"] for row in stretches)
     assert emitted == pytest.approx(second["emitted"], abs=0.01)
+
+
+@pytest.fixture(params=["FIFO", "device"])
+def replace(request: pytest.FixtureRequest) -> Iterator[Callable[[Path], None]]:
+    """Function that puts a FIFO or a device in a path's place. The process ends if a test waits for a writer."""
+
+    def replace(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        os.mkfifo(path) if request.param == "FIFO" else path.symlink_to("/dev/zero")
+
+    faulthandler.dump_traceback_later(60, exit=True)
+    yield replace
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_a_prompt_without_a_file_runs_again(replace: Callable[[Path], None], tmp_path: Path) -> None:
+    seen = []
+    for _ in "12":
+        runner = tiny_runner(1, prefixes=store(tmp_path))
+        seen.append(runner.prefill(0, [*range(38)]).logits.tolist())
+        (path,) = tmp_path.glob("prefix-*")
+        replace(path)
+    assert seen[0] == seen[1] and runner.prefixes is not None and runner.prefixes.n_taken_over == 0
+
+
+def test_the_choice_of_a_build_without_a_file_is_made_again(replace: Callable[[Path], None], tmp_path: Path) -> None:
+    choice, memory = BuildChoice("plain", []), tmp_path / "choice.json"
+    for suffix in (".json", ".lock", ".partial"):
+        replace(memory.with_suffix(suffix))
+    assert remembered(memory, "choosing", lambda: choice) == choice
+    assert BuildChoice(**json.loads(memory.read_text())) == choice

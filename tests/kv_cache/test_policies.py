@@ -12,14 +12,7 @@ from engine.drafters import RowUpdate
 from kv_cache.base import EMPTY
 from kv_cache.policy import policies, registered
 from kv_cache.scored import ScoredKVCache
-from tests.support.policies import (
-    BY_POSITION,
-    POLICIES,
-    SELF_DRAFT_POLICIES,
-    Size,
-    SmallestKeys,
-    new_cache,
-)
+from tests.support.policies import BY_POSITION, POLICIES, SELF_DRAFT_POLICIES, Size, SmallestKeys, new_cache
 from tests.support.tiny import TINY, random_prompts, tiny_runner
 
 SIZE = Size(n_rows=3, longest=120, n_kept=3, window=9, dtype=torch.float64)

@@ -15,23 +15,6 @@ from models.checkpoints.convert import source_parts
 from models.config import ModelConfig
 from tests.support.checkpoint_folders import ALPHABET
 
-NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-HF_TO_GGUF = {theirs: ours for ours, theirs in NAMES.items()}
 WORDS = ["Ġthe", "th", "he", "12", "<|im_start|>", "<|im_end|>", "<extra>"]
 TOKENS = [*ALPHABET, "the", *WORDS]
 MERGES = ["t h", "h e", "1 2", "th e", "Ġ the"]
@@ -41,14 +24,6 @@ STOPS = (TOKENS.index("<|im_end|>"),)
 TINY = ModelConfig(**SIZES, rope_theta=50000.0, max_context=512, tie_embeddings=True, eos_tokens=STOPS)
 # How other architectures differ.
 DIFFERENCES: dict[str, Any] = {"qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True, "head_dim": 24}}
-
-
-def gguf_name(hf_name: str) -> str:
-    stem, _, kind = hf_name.rpartition(".")
-    if not stem.startswith("model.layers."):
-        return f"{HF_TO_GGUF[stem]}.{kind}"
-    layer, _, stem = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{HF_TO_GGUF[stem]}.{kind}"
 
 
 def llama_cpp_layout(weight: np.ndarray, head_dim: int) -> np.ndarray:
@@ -95,13 +70,14 @@ def write_gguf(
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
             kind = gguf.GGUFValueType.UINT32 if is_count else gguf.GGUFValueType.get_type(value)
             writer.add_key_value(key, value, kind)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.n_layer)
     for name, tensor in weights.items():
         stored = tensor.numpy()
         kind = quantization if stored.ndim > 1 else Quantization.F32
         if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             stored = llama_cpp_layout(stored, config.head_dim)
         raw_dtype = None if kind in (Quantization.F32, Quantization.F16) else kind
-        writer.add_tensor(gguf_name(name), gguf.quantize(stored, kind), raw_dtype=raw_dtype)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), gguf.quantize(stored, kind), raw_dtype=raw_dtype)
     if extra_tensor:
         writer.add_tensor(extra_tensor, np.array(extra_values, np.float32))
     writer.write_header_to_file()

@@ -18,11 +18,7 @@ from serving.serve import Serve
 from tests import baseline_benchmark, longspec_benchmark, selfspec_benchmark
 
 FLAGS = {"baseline": BaselineFlags, "longspec": LongSpecFlags, "selfspec": SelfSpecFlags, "serving": Serve}
-MAIN = {
-    "baseline": baseline_benchmark.main,
-    "longspec": longspec_benchmark.main,
-    "selfspec": selfspec_benchmark.main,
-}
+MAIN = {"baseline": baseline_benchmark.main, "longspec": longspec_benchmark.main, "selfspec": selfspec_benchmark.main}
 
 
 def run_benchmarks(commands: Sequence[Sequence[str]]) -> None:

@@ -16,12 +16,9 @@ from models.heads.dflash import DFlashHead, DFlashShape
 from models.heads.eagle import EagleHead, EagleShape
 from models.heads.loading import published
 from models.heads.medusa import MedusaHeads, MedusaShape
-from models.rope import Rope
-from tests.support.tiny import normed, rotated
 
 WIDTH, N_HEAD, N_KV_HEAD, HEAD_DIM, FFN = 32, 4, 2, 12, 40
 EPS, THETA = 1e-5, 700.0
-ROPE = Rope(1 / THETA ** (torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2)), torch.ones(HEAD_DIM // 2))
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -148,40 +145,6 @@ def layers_config(target: KVShape, n_layer: int, dim: int) -> ModelConfig:
 
 def random_medusa(target: KVShape, dim: int = WIDTH, n_head: int = 6) -> MedusaHeads:
     return filled(MedusaHeads(MedusaShape(n_head, 1, dim, target.vocab_size)))
-
-
-class PlainEagle:
-    """An EAGLE-1 head over a single text: it runs token by token, and keeps keys and values in lists."""
-
-    def __init__(self, tensors: dict[str, Tensor], n_layer: int = 1) -> None:
-        self.tensors = tensors
-        self.entries: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(n_layer)]
-
-    def step(self, state: Tensor, token: int) -> Tensor:
-        """Return the next state, from a state and the token after it."""
-        tensors = self.tensors
-        x = tensors["fc.weight"] @ torch.cat([tensors["embed_tokens.weight"][token], state]) + tensors.get("fc.bias", 0)
-        for i, entries in enumerate(self.entries):
-            layer = {name.removeprefix(f"layers.{i}."): t for name, t in tensors.items() if f"layers.{i}." in name}
-            read = normed(x, layer["input_layernorm.weight"], EPS) if i else x
-            q, k, v = (
-                (layer[f"self_attn.{n}_proj.weight"] @ read + layer.get(f"self_attn.{n}_proj.bias", 0)).view(
-                    -1, HEAD_DIM
-                )
-                for n in "qkv"
-            )
-            at = len(entries)
-            entries.append((rotated(k, at, ROPE), v))
-            queries, group = rotated(q, at, ROPE), N_HEAD // N_KV_HEAD
-            heads = []
-            for h in range(N_HEAD):
-                scores = torch.stack([key[h // group] @ queries[h] for key, _ in entries]) / HEAD_DIM**0.5
-                heads.append(scores.softmax(0) @ torch.stack([value[h // group] for _, value in entries]))
-            x = x + layer["self_attn.o_proj.weight"] @ torch.cat(heads)
-            read = normed(x, layer["post_attention_layernorm.weight"], EPS)
-            gate, up = (layer[f"mlp.{name}_proj.weight"] @ read for name in ("gate", "up"))
-            x = x + layer["mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
-        return x
 
 
 def plain_medusa(tensors: dict[str, Tensor], i: int, hidden: Tensor) -> Tensor:

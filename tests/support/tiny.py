@@ -12,7 +12,6 @@ from engine.evaluation.reference import NextLogits
 from engine.sampling.distribution import Filters, SamplingParams
 from kv_cache import FullKVCache, Policy
 from models import ModelConfig, Transformer
-from models.rope import Rope
 
 TINY = ModelConfig(vocab_size=61, n_layer=2, dim=32, n_head=4, n_kv_head=2, head_dim=8, ffn_dim=48, max_context=256)
 
@@ -105,17 +104,6 @@ def recomputed(
     """Return `continue_by_recomputing` of several prompts, with request ids 0, 1, ..."""
     each = zip(prompts, limits if isinstance(limits, list) else [limits] * len(prompts), strict=True)
     return [continue_by_recomputing(model, prompt, n, sampling, i) for i, (prompt, n) in enumerate(each)]
-
-
-def rotated(x: torch.Tensor, position: int, rope: Rope) -> torch.Tensor:
-    """Rotate heads `x [H, D]` to a position: pair i, (x[i], x[i + D/2]), as a complex number."""
-    first, second = x.chunk(2, dim=-1)
-    pairs = torch.complex(first, second) * rope.amplitudes * torch.exp(1j * position * rope.frequencies.double())
-    return torch.cat([pairs.real, pairs.imag], dim=-1)
-
-
-def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
 def weights_by_lists(query: torch.Tensor, keys: torch.Tensor) -> list[float]:

@@ -59,32 +59,24 @@ def after(lengths: list[int], n_token: int, capacity: int, n_kv_head: int = 1, *
     return make_case([n + n_token for n in lengths], n_token, capacity=capacity, n_kv_head=n_kv_head, **settings)
 
 
-@pytest.mark.parametrize("n_token,group,head_dim", [(1, 8, 128), (5, 3, 64)])
-def test_ragged_rows_in_order(n_token, group, head_dim):
-    # A row has only its queries, another ends at a chunk's border, the last at the last slot.
-    check(after([0, CHUNK - n_token, 150 - n_token], n_token, 150, group=group, head_dim=head_dim))
-
-
 @pytest.mark.parametrize(
-    "storage,dtype,ring,n_token,n_kv_head",
+    "lengths,n_token,capacity,settings",
     [
-        (None, torch.float16, False, 5, 1),
-        (torch.int8, torch.float16, False, 2, 2),
-        (torch.float8_e4m3fn, torch.float32, True, 1, 1),
+        # A row has only its queries, another ends at a chunk's border, the last at the last slot.
+        ([0, CHUNK - 1, 149], 1, 150, {"group": 8, "head_dim": 128}),
+        ([0, CHUNK - 5, 75], 5, 80, {"group": 3}),
+        ([0, 65], 5, 75, {"group": 4, "dtype": torch.float16}),
+        ([0, 65], 2, 75, {"group": 4, "dtype": torch.float16, "storage": torch.int8, "n_kv_head": 2}),
+        ([0, 65], 1, 75, {"group": 4, "storage": torch.float8_e4m3fn, "ring": True}),
+        ([1, 40, 400], 16, 33, {"group": 8, "ring": True}),
+        ([1, 40, 400], 1, 150, {"group": 1, "ring": True}),
+        ([0, 70, 75], 5, 80, {"group": 2, "sliding_window": 1}),
+        ([0, 70, 130], 5, 140, {"group": 2, "sliding_window": 100, "ring": True}),
     ],
 )
-def test_entries_of_every_storage(storage, dtype, ring, n_token, n_kv_head):
-    check(after([0, 65], n_token, 75, n_kv_head, group=4, dtype=dtype, storage=storage, ring=ring))
-
-
-@pytest.mark.parametrize("capacity,n_token,group", [(33, 16, 8), (150, 1, 1)])
-def test_ring_with_holes(capacity, n_token, group):
-    check(after([1, 40, 400], n_token, capacity, group=group, ring=True))
-
-
-@pytest.mark.parametrize("sliding_window,ring", [(1, False), (100, True)])
-def test_sliding_window(sliding_window, ring):
-    check(after([0, 70, 130], 5, 140, group=2, sliding_window=sliding_window, ring=ring))
+def test_attention_is_that_of_the_reference(lengths, n_token, capacity, settings):
+    """Ragged rows, in order or in rings with holes."""
+    check(after(lengths, n_token, capacity, **settings))
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -96,19 +88,20 @@ def test_queries_that_do_not_follow_each_other(in_order):
 
 
 @pytest.mark.parametrize(
-    "quant_group,storage,dtype", [(7, torch.float32, torch.float32), (16, torch.int8, torch.float16)]
+    "n_token,sliding_window,quant_group,storage,dtype",
+    [
+        (1, 60, 7, torch.float32, torch.float32),
+        (7, None, 7, torch.float32, torch.float32),
+        (MAX_BLOCK, None, 16, torch.int8, torch.float16),
+    ],
 )
-def test_tokens_in_4_bits_beside_recent_ones(monkeypatch, quant_group, storage, dtype):
+def test_tokens_in_4_bits_beside_recent_ones(monkeypatch, n_token, sliding_window, quant_group, storage, dtype):
     """4 bits are read without unpacking, in rows by name; the longest block takes two tiles of query rows."""
-    backend = TritonAttention()
-    for n_token, sliding_window in ((1, 60), (min(MAX_BLOCK, quant_group), None)):
-        kind = {"storage": storage, "dtype": dtype, "sliding_window": sliding_window, "capacity": 100}
-        case = packed_case(n_token, 64, quant_group, **kind)
-        expected = case.reference()
-        with monkeypatch.context() as patch:
-            patch.setattr(KV, "unpacked", lambda *_: pytest.fail("entries are unpacked"))
-            found = case.run(backend)
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+    kind = {"storage": storage, "dtype": dtype, "sliding_window": sliding_window, "capacity": 100}
+    case = packed_case(n_token, 64, quant_group, **kind)
+    expected = case.reference()
+    monkeypatch.setattr(KV, "unpacked", lambda *_: pytest.fail("entries are unpacked"))
+    torch.testing.assert_close(case.run(TritonAttention()).double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(

@@ -122,15 +122,11 @@ def logits_of_drafts(head, states: torch.Tensor, text: list[int], drafts: list[i
 @pytest.mark.parametrize(
     "kind,cache,changing,options",
     [
-        ("medusa", None, False, {}),
         ("medusa", None, True, {}),
-        ("eagle-1", "full", False, {}),
         ("eagle-1", "full", True, {}),
         ("eagle-3", "full", False, {}),
         ("eagle-3", "streaming", True, {}),
         ("eagle-1", "positions in the cache", True, {}),
-        ("eagle-3", "positions in the cache", False, {}),
-        ("P-EAGLE", "full", False, {}),
         ("P-EAGLE", "streaming", True, {}),
         ("P-EAGLE", "positions in the cache", True, {}),
         ("dflash", "full", False, {}),

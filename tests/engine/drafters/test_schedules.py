@@ -75,11 +75,8 @@ def test_a_row_stops_behind_the_token_that_it_is_not_sure_of():
     assert bounds.tolist() == [4, 1, 2], "it is its own probability that counts; who stopped stays so"
     bounds = schedule.shorten(bounds, 2, sure_of(0.1, 0.1, 0.1), torch.tensor([0, 0, 0]), batch)
     assert bounds.tolist() == [3, 1, 2]
-
-
-def test_a_row_stops_before_a_token_where_the_likeliest_is_not_likely():
-    """Whichever is drawn: its own probability is small in the first two rows, and large in the last."""
-    schedule, batch = Confidence(0.0, 0.5, 3, CPU), batch_at([5, 6, 7], [0] * 3)
+    # Or before a token where the likeliest is not likely, whichever is drawn.
+    schedule = Confidence(0.0, 0.5, 3, CPU)
     bounds = schedule.shorten(schedule.bounds(batch, 4), 1, sure_of(0.1, 0.45, 0.45), torch.tensor([0, 1, 0]), batch)
     assert bounds.tolist() == [4, 1, 1]
 

@@ -93,7 +93,7 @@ def test_a_draft_model_drafts_behind_all_that_stands(gamma, inner_gamma):
 
     inner.propose, both.propose = inner_round, outer_round
     controller = Scripted([both], [RoundChoice(0, gamma), RoundChoice(0, 3), PLAIN, PLAIN])
-    out = generate(runner, prompts, max_new_tokens=[25, 9, 30], controller=controller)
+    out = generate(runner, prompts, max_new_tokens=[16, 7, 20], controller=controller)
     whole = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
     for request, length, ahead, current, tokens in texts:
         text = [*whole[request][: length + 1], *ahead]

@@ -6,14 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from common.errors import DataError
+from common.errors import ConfigError, DataError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.controller import PLAIN as PLAIN_STEP
 from engine.controller import RoundChoice
 from engine.drafters import Guess, HostDrafter, RowUpdate
 from engine.drafters.combined import Combined
 from engine.drafters.markov import NGramTable
+from engine.drafters.ngram import NGram, find_ngram
+from engine.drafters.oracle import Oracle
 from engine.drafters.suffix import Suffix, SuffixAutomaton
 from engine.modes import Greedy
 from kv_cache import FullKVCache, StreamingKVCache
@@ -60,6 +63,45 @@ def test_suffix_drafts_follow_each_rows_own_text_and_begin_anew():
     assert drafter.propose(batch_at([0, 9, 2], [6, 0, 1]), Greedy(batch_at([0], [0])), 3).lengths.tolist() == [0, 0, 3]
 
 
+def look_up(text: list[int], gamma: int, max_ngram: int) -> list[int]:
+    """The rule in plain words: longest match first, then most tokens after it up to gamma, then the latest."""
+    last, best = len(text) - 1, None
+    for place in range(last):
+        matched = 0
+        while matched < min(max_ngram, place + 1) and text[place - matched] == text[last - matched]:
+            matched += 1
+        available = min(gamma, last - place)
+        if matched and (best is None or (matched, available, place) > best):
+            best = matched, available, place
+    return [] if best is None else text[best[2] + 1 : best[2] + 1 + best[1]]
+
+
+def test_the_lookup_follows_its_rule_in_ragged_rows():
+    rng = random.Random(0)
+    n_drafted = set()
+    for _ in range(300):
+        rows = [[rng.randrange(rng.choice([2, 5, 50])) for _ in range(rng.randint(1, 25))] for _ in range(4)]
+        gamma, max_ngram = rng.randint(0, 5), rng.choice([1, 2, 3, 4, 30])
+        # What lies behind a row's last token is left over from another text and must not be looked at.
+        text = torch.tensor([row + [rng.randrange(5) for _ in range(32 - len(row))] for row in rows])
+        lengths = torch.tensor([len(row) - 1 for row in rows])
+        # A text may be shorter than the longest match that is looked for.
+        width = max(map(len, rows)) + rng.choice([0, 7])
+        place, n_tokens = find_ngram(text[:, :width], lengths, gamma, max_ngram)
+        for row, at, n in zip(rows, place.tolist(), n_tokens.tolist(), strict=True):
+            assert row[at + 1 : at + 1 + n] == look_up(row, gamma, max_ngram)
+            n_drafted.add(n)
+    assert n_drafted == set(range(6))
+
+
+def test_a_drafter_of_another_runner_is_refused():
+    model = tiny_model()
+    runner, other = ModelRunner(model, full_cache(model, 2)), ModelRunner(model, full_cache(model, 2))
+    for drafter in (NGram(runner, 2), Oracle(runner, {}, 2)):
+        with pytest.raises(ConfigError, match="another runner"):
+            generate(other, [[1], [2, 3]], max_new_tokens=2, drafter=drafter)
+
+
 def plainly_counted(text: list[int], order: int, context: list[int]) -> int | None:
     """Return the token that most often followed the longest known end of the context; among equals the latest."""
     for n in range(min(order, len(context)), 0, -1):
@@ -95,20 +137,19 @@ def test_a_damaged_table_is_refused(damage: Callable[[bytes], bytes], tmp_path: 
         NGramTable.load(path, 61)
 
 
-@pytest.mark.parametrize("kind", ["combined", "another text", "kept answers"])
-def test_what_was_kept_leaves_the_joint_law_as_it_is(kind: str):
+@pytest.mark.parametrize("kind,seeds", [("combined", (3, 4)), ("another text", (3,)), ("kept answers", (3, 3, 4))])
+def test_what_was_kept_leaves_the_joint_law_as_it_is(kind: str, seeds: tuple[int, ...]):
     """Requests run twice in rejection mode: the second time, the drafter has all of their tokens, and a third time with
     other numbers; or it drafts by a text that no request drew."""
     groups = law.irregular_groups(law.N_REQUESTS, 211, (law.PLAIN,))
-    runner = ModelRunner(
-        law.TARGET, FullKVCache(law.TARGET.config, law.N_REQUESTS // 3, law.ROOM, dtype=law.TARGET.dtype)
-    )
+    cache = FullKVCache(law.TARGET.config, law.N_REQUESTS // 3, law.ROOM, dtype=law.TARGET.dtype)
+    runner = ModelRunner(law.TARGET, cache)
     drafter = Suffix(runner, 2, law.PROMPTS[1] * 4) if kind == "another text" else Suffix(runner, 2, keep_answers=999)
     if kind == "combined":
-        cache = StreamingKVCache(law.TARGET.config, runner.max_batch, 4, 1, dtype=law.TARGET.dtype)
-        drafter = Combined(runner, SelfSpeculation(runner, cache, 2), [drafter], 3)
+        small = StreamingKVCache(law.TARGET.config, runner.max_batch, 4, 1, dtype=law.TARGET.dtype)
+        drafter = Combined(runner, SelfSpeculation(runner, small, 2), [drafter], 3)
     prompts = [law.PROMPTS[prompt] for prompt, _ in groups]
-    for seed in (3, 3, 4) if kind != "another text" else (3,):
+    for seed in seeds:
         sampling = SamplingParams(law.PLAIN.temperature, seed=seed)
         how = {"sampling": sampling, "verification": "rejection", "stop_tokens": [law.STOP]}
         out = generate(runner, prompts, max_new_tokens=law.N_NEW, drafter=drafter, **how)

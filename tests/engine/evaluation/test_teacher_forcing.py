@@ -2,12 +2,7 @@
 
 from engine import ModelRunner, StandaloneDraft
 from engine.evaluation.teacher_forcing import forced_acceptance
-from tests.support.tiny import (
-    continue_by_recomputing,
-    full_cache,
-    random_prompts,
-    tiny_model,
-)
+from tests.support.tiny import continue_by_recomputing, full_cache, random_prompts, tiny_model
 
 GAMMA, N_TOKEN = 2, 13
 PROMPTS, BOOK = random_prompts([30, 11, 22]), random_prompts([N_TOKEN] * 3, seed=8)

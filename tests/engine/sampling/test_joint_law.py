@@ -83,12 +83,10 @@ def neighbours_agreement(groups: list[law.Group], outputs: list[list[int]], laws
 CONFIGURATIONS = [
     # mode, drafter, gamma, prompts per slot, ways to sample, seed
     ("rejection", "none", 0, 3, (law.PLAIN,), 101),
-    ("rejection", "streaming", 2, 4, (law.PLAIN,), 103),
     ("rejection", "changing", 3, 5, (law.PLAIN, law.FILTERED), 110),
     ("rejection", "medusa", 3, 3, (law.PLAIN, law.FILTERED), 111),
     ("rejection", "eagle-3, streaming", 3, 3, (law.PLAIN, law.FILTERED), 113),
     ("rejection", "P-EAGLE, streaming", 3, 3, (law.PLAIN, law.EDITED), 115),
-    ("rejection", "dflash, whole, streaming", 3, 3, (law.PLAIN, law.FILTERED), 117),
     ("rejection", "dflash, whole, streaming: confidence", 3, 3, (law.PLAIN, law.EDITED), 119),
     ("rejection", "dspark, whole, streaming", 3, 3, (law.PLAIN, law.EDITED), 121),
     ("rejection", "speculated, ngram", 3, 3, (law.PLAIN, law.FILTERED), 123),

@@ -64,7 +64,7 @@ def test_the_emitted_law_is_exactly_p(family, has_probs, record_property):
     record_property(f"max: exact law, {kind}: error", max(errors))
 
 
-WAYS = [SamplingParams(1.0, seed=20240601), SamplingParams(1.0, seed=3 << 40), SamplingParams(0.7, 6, 0.99, seed=5)]
+WAYS = [SamplingParams(1.0, seed=3 << 40), SamplingParams(0.7, 6, 0.99, seed=5)]
 
 
 @pytest.mark.parametrize("params", WAYS, ids=lambda params: f"seed {params.seed}")

@@ -30,9 +30,7 @@ TEXTS = ["the cat", "a much longer text about tea"]
 # Tokens that the model below draws. config.json has OF_TEXT; both rows come to OF_TURN earlier, at different lengths.
 OF_TEXT, OF_TURN = 75, 42
 LLAMA_3 = {"eos_token_id": [OF_TEXT, OF_TURN], "temperature": 0.6, "top_p": 0.9, "do_sample": True}
-TURN = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %} TOKEN\n{% endif %}{% endfor %}"
-)
+TURN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %} END\n{% endif %}{% endfor %}"
 
 
 def make_folder(folder: Path, generation: dict[str, Any] | None) -> Path:
@@ -50,7 +48,7 @@ def make_template(folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([TOKENS[OF_TURN]])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TURN.replace("TOKEN", TOKENS[OF_TURN]))
+    (folder / "chat_template.jinja").write_text(TURN.replace("END", TOKENS[OF_TURN]))
     convert(folder, folder, force=True)
 
 
@@ -67,10 +65,7 @@ def session_of(folder: Path) -> Session:
     return Session.open(RunConfig(target, sizes=Sizes(2, None, N_NEW), rows=Rows(stop_at_eos=True)), TEXTS)
 
 
-@pytest.mark.parametrize(
-    "generation",
-    [None, LLAMA_3, {"eos_token_id": OF_TURN}, {"eos_token_id": [OF_TURN]}],
-)
+@pytest.mark.parametrize("generation", [None, LLAMA_3, {"eos_token_id": OF_TURN}, {"eos_token_id": [OF_TURN]}])
 def test_a_text_ends_where_it_ends_in_transformers(tmp_path: Path, generation: dict[str, Any] | None) -> None:
     """In a benchmark's session, and with a model that was loaded in Python, also from another folder."""
     folder = make_folder(tmp_path / "model", generation)
@@ -117,13 +112,9 @@ def test_a_damaged_file_is_refused(tmp_path: Path, text: str) -> None:
     folder = make_folder(tmp_path / "model", None)
     path = folder / "generation_config.json"
     path.write_text(text)
-    for read in (
-        lambda: convert(folder, tmp_path / "out"),
-        lambda: load_model(folder),
-        lambda: find_model(str(folder), "pth", None, ""),
-    ):
+    for read in (lambda x: convert(x, tmp_path / "out"), load_model, lambda x: find_model(str(x), "pth", None, "")):
         with pytest.raises(ConfigError, match=r"generation_config\.json"):
-            read()
+            read(folder)
     assert not (tmp_path / "out").exists()
     path.write_text(json.dumps(LLAMA_3))
     assert load_model(folder).config.eos_tokens == (OF_TEXT, OF_TURN)

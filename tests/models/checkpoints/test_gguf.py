@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -51,28 +52,25 @@ def test_a_converted_gguf_has_its_weights_and_config(
     assert find_model(str(tmp_path), "pth", None, "--model").published == [published]
 
 
+YARN = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 256}
+CORNERS = RopeScaling("yarn", 4.0, original_context=256, attention_factor=1 + 0.1 * math.log(4), beta_fast=16.0)
+
+
 @pytest.mark.parametrize(
-    "scaling, factor",
+    "arch, settings, scaling, context",
     [
-        ({"scaling.factor": 2.0, "scale_linear": 4.0}, 2.0),
-        ({"scaling.type": "linear", "scale_linear": 4.0}, 4.0),
-        ({"scaling.type": "none", "scaling.factor": 4.0}, 1.0),
+        ("llama", {"scaling.factor": 2.0, "scale_linear": 4.0}, RopeScaling("linear", 2.0), 512),
+        ("llama", {"scaling.type": "linear", "scale_linear": 4.0}, RopeScaling("linear", 4.0), 512),
+        ("llama", {"scaling.type": "none", "scaling.factor": 4.0}, None, 512),
+        ("qwen3", YARN | {"scaling.yarn_beta_fast": 16.0}, CORNERS, 1024),
     ],
 )
-def test_a_gguf_has_the_rope_scaling_of_llama_cpp(tmp_path: Path, scaling: dict[str, Any], factor: float) -> None:
-    convert_tiny_gguf(tmp_path, metadata={f"llama.rope.{key}": value for key, value in scaling.items()})
-    wanted = RopeScaling("linear", factor) if factor != 1.0 else None
-    assert read_checkpoint(tmp_path)[0].rope_scaling == wanted
-
-
-def test_a_gguf_with_yarn_has_its_corners_and_the_extended_context(tmp_path: Path) -> None:
-    settings = {"type": "yarn", "factor": 4.0, "original_context_length": 256, "yarn_beta_fast": 16.0}
-    convert_tiny_gguf(tmp_path, arch="qwen3", metadata={f"qwen3.rope.scaling.{key}": settings[key] for key in settings})
+def test_a_gguf_has_the_rope_scaling_of_llama_cpp(
+    tmp_path: Path, arch: str, settings: dict[str, Any], scaling: RopeScaling | None, context: int
+) -> None:
+    convert_tiny_gguf(tmp_path, arch=arch, metadata={f"{arch}.rope.{key}": value for key, value in settings.items()})
     config = read_checkpoint(tmp_path)[0]
-    found = config.rope_scaling
-    assert found is not None and found.attention_factor == pytest.approx(1 + 0.1 * math.log(4))
-    wanted = RopeScaling("yarn", 4.0, original_context=256, beta_fast=16.0)
-    assert replace(found, attention_factor=1.0) == wanted and config.max_context == 1024
+    assert (config.rope_scaling, config.max_context) == (scaling, context)
 
 
 FAR = {"metadata": {"llama.rope.freq_base": 500000.0}}
@@ -94,11 +92,8 @@ def test_a_config_beside_a_gguf_of_another_model_is_refused(tmp_path: Path, case
     folder = tmp_path / "beside"
     write_tiny_gguf(folder, tied=False, **options)
     (folder / "config.json").write_text(json.dumps(config | changes))
-    if named is None:
+    with pytest.raises(CheckpointError, match=named) if named else nullcontext():
         convert(folder, folder)
-    else:
-        with pytest.raises(CheckpointError, match=named):
-            convert(folder, folder)
 
 
 @pytest.mark.parametrize(

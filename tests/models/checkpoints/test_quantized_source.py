@@ -71,10 +71,8 @@ def test_quantised_weights_are_rounded_once(kind: str, stored: Any, plain: dict[
 def compressed_by_library(scheme: dict[str, Any]) -> Layer:
     """Return what quantises random weights by the largest of each group, and packs them, by compressed-tensors."""
     settings = scheme["config_groups"]["group_0"]["weights"]
-    library, plan = (
-        BaseCompressor.get_value_from_registry(scheme["format"]),
-        QuantizationScheme(targets=[], weights=settings),
-    )
+    library = BaseCompressor.get_value_from_registry(scheme["format"])
+    plan = QuantizationScheme(targets=[], weights=settings)
 
     def layer(rng: np.random.Generator, d_out: int, d_in: int) -> tuple[dict[str, Tensor], Tensor]:
         weight = torch.from_numpy(rng.normal(0, d_in**-0.5, (d_out, d_in))).float()

@@ -25,18 +25,9 @@ from tests.support.tiny import TINY, tiny_model
 DEEP = replace(TINY, n_layer=7)
 LENGTH, BLOCK, WINDOW, MASK = 20, 4, 5, DEEP.vocab_size - 1
 MIXED, SLIDING = ["sliding_attention", "full_attention"], ["sliding_attention", "sliding_attention"]
-LAYERS = {
-    **{
-        "hidden_size": DEEP.dim,
-        "intermediate_size": heads.FFN,
-        "num_attention_heads": heads.N_HEAD,
-        "head_dim": heads.HEAD_DIM,
-    },
-    **{"num_key_value_heads": heads.N_KV_HEAD, "vocab_size": DEEP.vocab_size, "rms_norm_eps": heads.EPS},
-    **{"max_position_embeddings": 256, "num_hidden_layers": 1, "sliding_window": WINDOW, "use_sliding_window": False},
-    **{"layer_types": None, "attention_bias": False, "mlp_bias": False},
-    "rope_parameters": {"rope_type": "default", "rope_theta": heads.THETA},
-}
+LAYERS: dict[str, Any] = heads.eagle_config(DEEP, 1) | {"sliding_window": WINDOW, "use_sliding_window": False}
+LAYERS |= {"layer_types": None, "attention_bias": False, "mlp_bias": False}
+LAYERS["rope_parameters"] = {"rope_type": "default", "rope_theta": LAYERS.pop("rope_theta")}
 YARN = {"rope_type": "yarn", "rope_theta": heads.THETA, "factor": 8.0, "original_max_position_embeddings": 32}
 MODULES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel", "dflash": "DFlashDraftModel"}
 MODULES |= {"dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
