@@ -4,8 +4,8 @@ from bench.auto.measure import RunCosts, costs_of
 from bench.config import RunConfig
 from bench.data import load_books, resolve_dataset
 from bench.draft_flags import option_names
-from bench.passes import Decoded, PassResults, decode, make_controller, prefill, warm_up
-from bench.plan import resolve, resolve_several
+from bench.passes import Decoded, PassResults, decode, joined, make_controller, prefill, warm_up
+from bench.plan import resolve, resolve_each
 from bench.record import (
     acceptance,
     distinct_4gram_fraction,

@@ -31,18 +31,19 @@ def common_facts(plan: Plan, options: object = None) -> dict[str, str | None]:
     not hold. options: a dataclass of further options."""
     found: dict[str, str | None] = {}
     models = {draft.source: draft.group for draft in plan.candidates if draft.source is not None}
-    sources = [_flat(source, f"draft_source.{number}.") for number, source in enumerate(models)]
+    named = {"target_source": plan.target.source} | {f"draft_source.{n}": source for n, source in enumerate(models)}
+    sources = [_flat(source, f"{name}.") for name, source in named.items()]
     for path, value in chain(_flat(plan), _flat(options, "config."), *sources):
         *_, last = path.split(".")
         name = flag(last) if path.startswith("config.") and last != KIND else path
         found[path if name in found else name] = value  # texts and alternatives have options of the draft's names
-    found["device"] = torch.device(plan.device).type
+    found["device"] = torch.device(plan.target.device).type
     found |= {package: package_version(package) or "none" for package in PACKAGES}
     found["the project's code"] = code_sha256(CODE)[:16]
     found["ENABLE_INTRA_NODE_COMM"] = os.environ.get("ENABLE_INTRA_NODE_COMM", "1")
-    found["end tokens"] = str(plan.target.end_tokens)
+    found["end tokens"] = str(plan.target.source.end_tokens)
     whole = plan.config.ranks is not None and plan.config.ranks.check_ranks
-    found["the target's weights"] = plan.target.digest(whole)
+    found["the target's weights"] = plan.target.source.digest(whole)
     for number, (source, group) in enumerate(models.items(), 1):
         holds = rank() % (world_size() // plan.config.n_replicas) in group
         name = "the draft's weights" if number == 1 else f"the weights of draft model {number}"

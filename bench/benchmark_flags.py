@@ -43,8 +43,8 @@ class SelfSpecFlags(BaselineFlags):
     passes: Passes = field(default_factory=Passes)
 
     def config(self, **drafts: Any) -> RunConfig:
-        ((draft, *others),) = self.draft.choices({})
-        return super().config(draft=draft, auto_drafts=tuple(others), **drafts)
+        (chosen,) = self.draft.choices({})
+        return super().config(draft=None, **drafts).with_drafts(*chosen)
 
 
 @dataclass(frozen=True, kw_only=True)

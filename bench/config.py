@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from tyro.conf import Suppress, arg
@@ -236,6 +236,10 @@ class RunConfig(PlainRun):
     def drafts(self) -> tuple[DrafterConfig, ...]:
         """All drafts."""
         return () if self.draft is None else (self.draft, *self.auto_drafts)
+
+    def with_drafts(self, *drafts: DrafterConfig) -> RunConfig:
+        """Return the run with other drafts, none for plain decoding."""
+        return replace(self, draft=drafts[0] if drafts else None, auto_drafts=drafts[1:])
 
     @property
     def n_replicas(self) -> int:

@@ -15,15 +15,22 @@ from typing import Any
 
 from common.errors import flag, refuse
 from engine.drafters.combined import text_kinds
-from engine.drafters.config import AUTO, DrafterConfig, drafters, wrappers
+from engine.drafters.config import AUTO, DrafterConfig, Trait, drafters, wrappers
 from kv_cache import Policy
 from kv_cache.policy import BudgetedPolicy, policies
 
 DEFAULT_POLICY = "streaming"
+# Fields of configurations that are configurations.
+PARTS = ("policy", "draft", "texts")
 # A budget that means the policy `full`.
 FULL_BUDGET = -1
 NAME = re.compile(r"(?:([\w+]+)\+)?(\w+)(?::(.+?))?(?:=(\w+))?(?:@([1-9]\d*|constant|heuristic|confidence|auto))?")
 BUDGETED = [name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy)]
+
+
+def kinds_with_options() -> list[Any]:
+    """Return the configurations of all drafts, policies and wrappers."""
+    return [*drafters().values(), *policies().values(), *wrappers()]
 
 
 def required_options(kind: type[DrafterConfig]) -> list[str]:
@@ -32,13 +39,8 @@ def required_options(kind: type[DrafterConfig]) -> list[str]:
     return [option.name for option in options if option.default_factory is MISSING]
 
 
-def needs_model(kind: type[DrafterConfig]) -> bool:
-    """Return whether a kind of draft needs a second model."""
-    return "draft_model" in required_options(kind)
-
-
 # Kinds that need no second model, and those that do.
-ALONE = [name for name, kind in drafters().items() if not needs_model(kind)]
+ALONE = [name for name, kind in drafters().items() if Trait.SECOND_MODEL not in kind.TRAITS]
 WITH_MODEL = [name for name in drafters() if name not in ALONE]
 FORMS = f"{', '.join(ALONE)}, a converted checkpoint, or {', '.join(f'{name}:PATH' for name in WITH_MODEL)}"
 
@@ -86,13 +88,12 @@ def drafts_of(given: Mapping[str, Any]) -> tuple[DrafterConfig, ...]:
         if (named := given.setdefault("draft_policy", "full")) != "full":
             policy, what = flag("draft_policy"), f"a budget of {FULL_BUDGET} keeps everything"
             refuse("draft_budget", f"-1 with {policy} {named}", "a number of entries", what, f"leave out {policy}")
-    given |= parse_options(given.pop("draft_options", ()))
     kinds = [_known("draft", given["draft"], drafters())]
     others = {name: drafters()[name] for name in ALONE}
     kinds += [_known("auto_drafts", kind, others) for kind in given.get("auto_drafts", ())]
     names = [given.get("draft_policy", DEFAULT_POLICY)]
     if names == [AUTO]:
-        if needs_model(kinds[0]):
+        if Trait.SECOND_MODEL in kinds[0].TRAITS:
             what = "a draft with a second model cannot change its cache, which would have to be prefilled again"
             refuse("draft_policy", AUTO, "a policy", what, "name it")
         names = sorted(BUDGETED, key=lambda name: name != DEFAULT_POLICY)  # the first until another pays more
@@ -129,8 +130,7 @@ def _known(field: str, name: str, kinds: Mapping[str, Any], *others: str) -> Any
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
     """Return the options of NAME=VALUE pairs. Errors: ConfigError for a name that no draft, policy or wrapper has."""
-    kinds: list[Any] = [*drafters().values(), *policies().values(), *wrappers()]
-    known = {option.name for kind in kinds for option in fields(kind)} - {"policy", "draft"}
+    known = {option.name for kind in kinds_with_options() for option in fields(kind)}.difference(PARTS)
     parsed = dict[str, Any]()
     for pair in pairs:
         name, is_pair, value = pair.partition("=")

@@ -54,21 +54,21 @@ class MemoryPlan:
 
 def memory_plan(plan: Plan) -> MemoryPlan:
     """Return the bytes of all weights and KV entries, and a reserve on a GPU."""
-    target = plan.planned_target
+    target = plan.target
     drafts = [draft.n_bytes(target, plan.chooses) for draft in plan.candidates]
     weights, kv = target.n_bytes()
     of_models = sum({model: size for draft in drafts for model, size in draft.weights.items()}.values())
     of_drafts = sum(sorted((draft.per_row for draft in drafts), reverse=True)[: plan.n_resident])
-    reserve = 0 if plan.device.startswith("cpu") else RESERVE_BYTES
+    reserve = 0 if plan.target.device.startswith("cpu") else RESERVE_BYTES
     fixed = {"weights": weights, "draft weights": of_models, "reserve": reserve}
     return MemoryPlan(fixed, {"target KV": kv, "draft KV": of_drafts})
 
 
 def require_room(plan: Plan) -> None:
     """Raise OutOfMemoryError, before loading, if weights and KV entries do not fit."""
-    available, needed = available_bytes(plan.device), memory_plan(plan)
+    available, needed = available_bytes(plan.target.device), memory_plan(plan)
     needed.fixed["reserve"] = min(needed.fixed["reserve"], int(RESERVED_SHARE * available))
-    require_memory(needed, plan.n_rows, available, plan.device)
+    require_memory(needed, plan.target.n_rows, available, plan.target.device)
 
 
 @torch.inference_mode()
@@ -89,10 +89,10 @@ def require_room_to_run(plan: Plan, runner: ModelRunner) -> None:
         cache.reset_row(row)
     per_row = {"activations of rows": math.ceil(MARGIN * of_rows / runner.max_batch)}
     # A CPU's pages are taken when they are first written; a GPU's cache is in memory already, and any in a limit.
-    untouched = plan.device == "cpu" and left_in_limits() == math.inf
+    untouched = plan.target.device == "cpu" and left_in_limits() == math.inf
     per_row |= {name: n for name, n in memory_plan(plan).per_row.items() if name == "draft KV" or untouched}
     needed = MemoryPlan({"activations of a prompt": math.ceil(MARGIN * of_chunk)}, per_row)
-    require_memory(needed, plan.n_rows, available_bytes(plan.device), plan.device)
+    require_memory(needed, plan.target.n_rows, available_bytes(plan.target.device), plan.target.device)
 
 
 def _peak_bytes(device: torch.device, forward: Callable[[], object]) -> int:

@@ -3,9 +3,9 @@
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -131,7 +131,7 @@ def settle() -> None:
 def warm_up(session: Session, drafters: Sequence[Drafter] = ()) -> None:
     """Compile or capture what rounds need, if anything: run a few from the prefilled state before any is measured."""
     runner, plan = session.runner, session.plan
-    if plan.gen_len < 2 or (not plan.config.target.compile and runner.graphs is None):
+    if plan.target.gen_len < 2 or (not plan.config.target.compile and runner.graphs is None):
         return
     choices = [PLAIN] if not drafters or plan.automatic else []
     gammas = [(i, gamma) for i, drafter in enumerate(drafters) for gamma in plan.gammas if gamma <= drafter.gamma]
@@ -196,10 +196,30 @@ def decode_in_turns(
             progress = watching.enter_context(watch(session, name))
             passes[name] = session.generation(controller=controller, phase=phase, progress=progress, **how)
         usages = take_turns(session.runner, [*passes.values()])
-    return {
-        name: _joined(session, name, generation, controllers[name], usage, phase)
-        for (name, generation), usage in zip(passes.items(), usages, strict=True)
-    }
+    found = dict[str, Decoded]()
+    for (name, generation), usage in zip(passes.items(), usages, strict=True):
+        parts = session.by_replica(_decoded(generation, controllers[name], usage, phase))
+        found[name] = replace(joined(parts, Stats.joined([part.stats for part in parts])), usage=usage)
+        found[name].require_finite(name)
+    return found
+
+
+def decode_batches(session: Session, **how: Any) -> Iterator[tuple[GenerateOutput, GenerateOutput]]:
+    """Decode the prompts batch by batch, plainly and speculatively in turns (see `take_turns`); yield both outputs.
+
+    how: arguments of `generate`. Errors: UserError for logits that are not finite.
+    """
+    n_rows, drafters = session.plan.target.n_rows, session.drafters()
+    warm_up(session, drafters)
+    settle()
+    costs = costs_of(session, drafters)
+    with progress_bar(session.name, len(session.prompts), unit="prompt") as bar:
+        for first in range(0, len(session.prompts), n_rows):
+            batch = replace(session, prompts=session.prompts[first:][:n_rows], numbered_from=first)
+            ways = {"plain decoding": Fixed(None), "speculation": make_controller(session, drafters, costs)}
+            plain, drafted = decode_in_turns(batch, ways, watch=lambda *_: nullcontext(Progress()), **how).values()
+            bar.update(len(batch.prompts))
+            yield plain, drafted
 
 
 def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[Usage]:
@@ -233,17 +253,18 @@ def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[U
     return usages
 
 
-def _joined(
-    session: Session, name: str, generation: Generation, controller: Controller, usage: Usage, phase: Phase | None
-) -> Decoded:
-    """Join the outputs of all replicas in a pass."""
+def _decoded(generation: Generation, controller: Controller, usage: Usage, phase: Phase | None) -> Decoded:
+    """Return the output of a pass in this replica."""
     inner = [drafter.inner_counts() for drafter in controller.drafters if isinstance(drafter, Speculated)]
-    seconds = phase.seconds if isinstance(phase, PhaseTimer) else {}
-    outputs, timed, inners = zip(*session.by_replica((generation.output, seconds, inner)), strict=True)
+    phases = dict(phase.seconds) if isinstance(phase, PhaseTimer) else {}
+    return Decoded(**vars(generation.output), usage=usage, phases=phases, inner=total(inner) if inner else None)
+
+
+def joined(parts: Sequence[Decoded], stats: Stats) -> Decoded:
+    """Return the output of a pass in several replicas, or over several batches. stats: those of all parts."""
     columns = ("tokens", "finish_reasons", "errors")
-    tokens, reasons, errors = ([*chain(*(getattr(output, column) for output in outputs))] for column in columns)
-    phases = {part: [*chain(*(seconds.get(part, ()) for seconds in timed))] for part in chain(*timed)}
-    stats, inner = Stats.joined([output.stats for output in outputs]), [*chain(*inners)]
-    decoded = Decoded(tokens, reasons, errors, stats, usage, phases, total(inner) if inner else None)
-    decoded.require_finite(name)
-    return decoded
+    tokens, reasons, errors = ([*chain(*(getattr(part, column) for part in parts))] for column in columns)
+    names = dict.fromkeys(chain(*(part.phases for part in parts)))
+    phases = {name: [*chain(*(part.phases.get(name, ()) for part in parts))] for name in names}
+    inner, usage = [part.inner for part in parts if part.inner], sum((part.usage for part in parts), Usage())
+    return Decoded(tokens, reasons, errors, stats, usage, phases, total(inner) if inner else None)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
-
-import torch
 
 from bench.config import AUTO, DEFAULT_PREFIX_LEN, Rows, RunConfig, Sampling
 from bench.data import load_prompts, resolve_dataset
@@ -35,35 +33,23 @@ PromptText = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked run. Sizes are per replica, but `n_prompts` counts the prompts of all replicas.
+    """A checked run. target: with the sizes of a replica; n_prompts counts the prompts of all replicas.
 
     verification: the mode that verifies drafts. candidates: the drafts, each with one policy and one budget, that
     rounds choose among, or the single draft of all rounds; empty for plain decoding. prompts: the user's prompts as
-    token ids; empty in a server; None if they are cut from the dataset. prefix_len: tokens of the longest prompt.
-    capacity: KV entries of a row of the target's cache. group: ranks that hold the target, in shard order.
-    n_resident: the most candidates whose caches are in memory together; None: all.
+    token ids; empty in a server; None if they are cut from the dataset. n_resident: the most candidates whose caches
+    are in memory together; None: all.
     """
 
     config: RunConfig
-    sampling: SamplingParams
-    verification: str
-    device: str
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    target: ModelSource
-    candidates: tuple[DraftPlan, ...]
+    target: PlannedTarget
     dataset: str | None
     prompts: list[list[int]] | None
-    n_rows: int
     n_prompts: int
-    prefix_len: int
-    capacity: int
-    group: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    verification: str = AUTO
+    candidates: tuple[DraftPlan, ...] = ()
     n_resident: int | None = None
-
-    @property
-    def gen_len(self) -> int:
-        return self.config.sizes.gen_len
 
     @property
     def gamma(self) -> int:
@@ -85,7 +71,7 @@ class Plan:
     @property
     def chooses(self) -> bool:
         """True if a decode has rounds, and something is chosen before each."""
-        return bool(self.automatic) and self.gamma > 0 and self.gen_len > 1
+        return bool(self.automatic) and self.gamma > 0 and self.target.gen_len > 1
 
     @property
     def needs_baseline(self) -> bool:
@@ -97,47 +83,47 @@ class Plan:
         """True if speculation emits the tokens of plain decoding, not only tokens of their distribution."""
         return self.sampling.greedy or self.verification == "coupled"
 
-    @property
-    def planned_target(self) -> PlannedTarget:
-        """The target and the sizes that drafts are planned for."""
-        stored = self.config.target
-        return PlannedTarget(
-            weights=Weights(self.target, self.dtype, stored.quantize),
-            kv_dtype=self.kv_dtype,
-            device=self.device,
-            group=self.group,
-            n_rows=self.n_rows,
-            prefix_len=self.prefix_len,
-            gen_len=self.gen_len,
-            capacity=self.capacity,
-            attention=stored.attention,
-            compile=stored.compile,
-            load_format=stored.load_format,
-            changes=stored.changes,
-            repeats_plain=self.reproducible and not self.config.passes.no_baseline,
-        )
-
     def remarks(self) -> list[str]:
         """Return what a user should read about the drafts. Errors: ConfigError for one of another vocabulary."""
-        target, drafts = self.planned_target, self.candidates[: 1 if self.config.passes.ablate else None]
-        return list(dict.fromkeys(remark for draft in drafts for remark in draft.remarks(target)))
+        drafts = self.candidates[: 1 if self.config.passes.ablate else None]
+        return list(dict.fromkeys(remark for draft in drafts for remark in draft.remarks(self.target)))
 
-    def with_drafts(self, draft: DrafterConfig | None, auto_drafts: tuple[DrafterConfig, ...] = ()) -> Plan:
-        """Return the plan with other drafts of the same target. Errors: ConfigError for drafts that it cannot have."""
-        config = replace(self.config, draft=draft, auto_drafts=auto_drafts)
-        plans = candidates(config.drafts, self.planned_target, config.passes.ablate)
+    def with_sampling(self, sampling: Sampling) -> Plan:
+        """Return the plan with another distribution of tokens, and the mode that verifies drafts of them. Errors:
+        ConfigError for a mode that cannot verify it."""
+        edits: dict[str, Any] = {name: getattr(sampling, name) for name in ("repetition_penalty", "min_tokens")}
+        filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed or 0, sampling.min_p
+        params = SamplingParams(*filters, **edits)
+        if params.greedy:
+            given = {"top_k": params.top_k > 0, "top_p": params.top_p < 1, "min_p": params.min_p > 0}
+            given["seed"] = sampling.seed is not None
+            if unused := [name for name, is_given in given.items() if is_given]:
+                note_without_effect(unused, "temperature 0 is greedy")
+            params = SamplingParams(**edits)
+        mode, config = resolve_mode(sampling.mode, [params]), replace(self.config, sampling=sampling)
+        plan = replace(self, config=config, sampling=params, verification=mode)
+        repeats_plain = plan.reproducible and not config.passes.no_baseline
+        return replace(plan, target=replace(self.target, repeats_plain=repeats_plain))
+
+    def with_drafts(self, *drafts: DrafterConfig) -> Plan:
+        """Return the plan with other drafts to choose among. Errors: ConfigError for drafts that the target cannot
+        have."""
+        config = self.config.with_drafts(*drafts)
+        plans = candidates(drafts, self.target, config.passes.ablate)
         return replace(self, config=config, candidates=plans)
 
-    def full_length(self) -> int:
-        """Return the tokens of the longest row, with the drafts of its last round. Errors: ConfigError for too many."""
-        length, context = self.prefix_len + self.gen_len + self.gamma + 1, self.target.config.max_context
+    def sized(self) -> Plan:
+        """Return the plan with room for the longest row, and the drafts of its last round, in the target's cache.
+        Errors: ConfigError for more tokens than the model's context has."""
+        target, context = self.target, self.target.source.config.max_context
+        length = target.prefix_len + target.gen_len + self.gamma + 1
         if length > context:
             prompts = flag("prefix_len" if self.prompts is None else "prompts")
             where = f"{prompts}, {flag('gen_len')} and {flag('gamma')}"
-            seen = f"{self.prefix_len} + {self.gen_len} + {self.gamma} + 1 = {length} tokens"
+            seen = f"{target.prefix_len} + {target.gen_len} + {self.gamma} + 1 = {length} tokens"
             fix = f"use shorter prompts, fewer new tokens, or {flag('rope_scaling')} yarn:4"
             refuse(where, seen, f"<= {context}", "prompt + new tokens + gamma + 1 exceeds the model's context", fix)
-        return length
+        return replace(self, target=replace(target, capacity=length))
 
 
 def candidates(drafts: Sequence[DrafterConfig], target: PlannedTarget, ablate: bool) -> tuple[DraftPlan, ...]:
@@ -194,18 +180,21 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
     """
     config.check()
     stored, sizes = config.target, config.sizes
-    device, target = resolve_device(stored.device), stored.source()
-    dtype = DTYPES.get(stored.dtype) or auto_dtype(device, target)[0]
-    kv_dtype = KV_DTYPES.get(stored.kv_dtype, dtype)
+    device, source = resolve_device(stored.device), stored.source()
+    dtype = DTYPES.get(stored.dtype) or auto_dtype(device, source)[0]
     if stored.quantize:
-        check_scheme(stored.quantize, device, target.config.n_expert)
-    params, verification = resolve_sampling(config.sampling)
-    group = _rank_group(config, target)
-    config = _without_unused(config, device, target.has_text, texts is not None or max_length is not None)
-    prompts = _given_prompts(config.rows, target, texts) if max_length is None else []
+        check_scheme(stored.quantize, device, source.config.n_expert)
+    group: tuple[int, ...] = (LEADER,)
+    if config.ranks is None:
+        require_single_process()
+    else:
+        group = replica_group(config.n_replicas, config.ranks.rank_group)
+        check_count(source.config, len(group), f"{flag('rank_group')} (all ranks, if not given)")
+    config = _without_unused(config, device, source.has_text, texts is not None or max_length is not None)
+    prompts = _given_prompts(config.rows, source, texts) if max_length is None else []
     n_rows, n_replicas, capacity = sizes.B, config.n_replicas, 0
     if max_length is not None:
-        capacity = min(max_length, target.config.max_context)
+        capacity = min(max_length, source.config.max_context)
         n_prompts, prefix_len = 0, min(TYPICAL_PROMPT, capacity // 4)
     elif prompts is not None:
         n_prompts, prefix_len = len(prompts), max(map(len, prompts))
@@ -215,47 +204,42 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
         n_prompts = n_replicas * n_rows if config.rows.num_prompts is None else config.rows.num_prompts
         prefix_len = sizes.prefix_len or DEFAULT_PREFIX_LEN
         require_at_least("num_prompts", n_prompts, n_replicas * n_rows)
-    dataset = resolve_dataset(config.text.dataset, target, n_prompts * prefix_len) if prompts is None else None
-    numbers = n_rows, n_prompts, prefix_len, capacity
-    plan = Plan(config, params, verification, device, dtype, kv_dtype, target, (), dataset, prompts, *numbers, group)
+    dataset = resolve_dataset(config.text.dataset, source, n_prompts * prefix_len) if prompts is None else None
     if stored.attention != AUTO:  # refused before loading, where this machine does not have it
-        select_backend(stored.attention, device, attention_spec(target.config, dtype))
-    plan = plan.with_drafts(config.draft, config.auto_drafts)
-    if max_length is not None:
-        require_at_least("max_length", capacity, plan.gamma + 4)
-        gen_len = capacity - prefix_len - plan.gamma - 1
-        return replace(plan, config=replace(plan.config, sizes=replace(sizes, gen_len=gen_len)))
-    return replace(plan, capacity=plan.full_length())
+        select_backend(stored.attention, device, attention_spec(source.config, dtype))
+    target = PlannedTarget(
+        weights=Weights(source, dtype, stored.quantize),
+        kv_dtype=KV_DTYPES.get(stored.kv_dtype, dtype),
+        device=device,
+        group=group,
+        n_rows=n_rows,
+        prefix_len=prefix_len,
+        gen_len=sizes.gen_len,
+        capacity=capacity,
+        attention=stored.attention,
+        compile=config.target.compile,
+        load_format=stored.load_format,
+        changes=stored.changes,
+    )
+    plan = Plan(config, target, dataset, prompts, n_prompts).with_sampling(config.sampling)
+    plan = plan.with_drafts(*config.drafts)
+    if max_length is None:
+        return plan.sized()
+    require_at_least("max_length", capacity, plan.gamma + 4)
+    return replace(plan, target=replace(plan.target, gen_len=capacity - prefix_len - plan.gamma - 1))
 
 
-def resolve_several(
-    config: RunConfig,
-    drafts: Sequence[DrafterConfig],
-    texts: Sequence[PromptText] | None = None,
-    at_once: int | None = None,
+def resolve_each(
+    config: RunConfig, choices: Sequence[tuple[DrafterConfig, ...]], texts: Sequence[PromptText] | None = None
 ) -> Plan:
-    """Return a plan for several drafts of the same target, with room for rounds of all gammas and for their caches.
-
-    at_once: the most drafts whose caches are in memory together; None: all. Errors: UserError.
-    """
-    plan = resolve(replace(config, draft=drafts[0]), texts)
-    planned = [each for draft in drafts for each in plan.with_drafts(draft).candidates]
-    plan = replace(plan, candidates=tuple(planned))
-    return replace(plan, capacity=plan.full_length(), n_resident=at_once)
-
-
-def resolve_sampling(sampling: Sampling) -> tuple[SamplingParams, str]:
-    """Return how tokens are drawn, and the verification mode. Errors: ConfigError for a mode that cannot verify it."""
-    edits: dict[str, Any] = {name: getattr(sampling, name) for name in ("repetition_penalty", "min_tokens")}
-    filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed or 0, sampling.min_p
-    params = SamplingParams(*filters, **edits)
-    if params.greedy:
-        given = {"top_k": params.top_k > 0, "top_p": params.top_p < 1, "min_p": params.min_p > 0}
-        given["seed"] = sampling.seed is not None
-        if unused := [name for name, is_given in given.items() if is_given]:
-            note_without_effect(unused, "temperature 0 is greedy")
-        params = SamplingParams(**edits)
-    return params, resolve_mode(sampling.mode, [params])
+    """Return a plan for several runs of the same target, each with drafts to choose among: with room for rounds of all
+    gammas, and for the caches of all drafts if any run chooses while decoding, else of one at a time. Errors:
+    UserError."""
+    plan = resolve(config.with_drafts(*choices[0]), texts)
+    runs = [plan.with_drafts(*drafts) for drafts in choices]
+    choosing = next((run for run in runs if run.chooses), None)
+    candidates = tuple(draft for run in runs for draft in run.candidates)
+    return replace(choosing or plan, candidates=candidates, n_resident=None if choosing else 1).sized()
 
 
 def _without_unused(config: RunConfig, device: str, has_text: bool, has_prompts: bool) -> RunConfig:
@@ -296,13 +280,3 @@ def _given_prompts(rows: Rows, target: ModelSource, texts: Sequence[PromptText] 
     prompts = [tokenizer.encode(text, add_bos=True) if isinstance(text, str) else list(text) for text in texts]
     target.check_tokens(prompts)
     return prompts
-
-
-def _rank_group(config: RunConfig, target: ModelSource) -> tuple[int, ...]:
-    """Return the ranks of a replica that hold the target."""
-    if config.ranks is None:
-        require_single_process()
-        return (LEADER,)
-    group = replica_group(config.n_replicas, config.ranks.rank_group)
-    check_count(target.config, len(group), f"{flag('rank_group')} (all ranks, if not given)")
-    return group

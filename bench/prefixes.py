@@ -30,10 +30,11 @@ def prefix_store(folder: str, plan: Plan, model: Transformer, ranks: ModelRanks)
     target = plan.config.target
     origin = provenance()
     machine = [origin[name] for name in ("machine", "gpu", "threads", "torch_version")]
-    storage = [str(plan.dtype), str(plan.kv_dtype), target.quantize, target.compile]
-    kernels = [model.backend.name, model.pointwise.name, prefill_chunk_of(torch.device(plan.device))]
+    storage = [str(plan.target.weights.dtype), str(plan.target.kv_dtype), target.quantize, target.compile]
+    kernels = [model.backend.name, model.pointwise.name, prefill_chunk_of(torch.device(plan.target.device))]
     shard = [ranks.shard.index, ranks.shard.count, ranks.backend]
-    parts = [plan.target.digest(whole=False), asdict(plan.target.config), storage, kernels, shard, machine]
+    source = plan.target.source
+    parts = [source.digest(whole=False), asdict(source.config), storage, kernels, shard, machine]
     key = json.dumps([*parts, builds(), code_sha256()])
     digest = hashlib.sha256(key.encode()).hexdigest()
     return PrefixStore(Path(folder), digest, int(plan.config.text.prefix_cache_gb * 1e9))

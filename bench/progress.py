@@ -75,14 +75,14 @@ class VerificationLog(BarProgress):
 @contextmanager
 def bar_of_pass(session: Session, name: str, visible: bool = True) -> Iterator[Progress]:
     """Display a pass of a session as a progress bar."""
-    with progress_bar(name, len(session.prompts) * session.plan.gen_len, visible) as bar:
+    with progress_bar(name, len(session.prompts) * session.plan.target.gen_len, visible) as bar:
         yield BarProgress(bar, session, name)
 
 
 @contextmanager
 def log_of_pass(session: Session, name: str) -> Iterator[Progress]:
     """Display a pass, and append its verified draft tokens to the file of `--log_verification`."""
-    with progress_bar(name, len(session.prompts) * session.plan.gen_len) as bar:
+    with progress_bar(name, len(session.prompts) * session.plan.target.gen_len) as bar:
         yield (log := VerificationLog(bar))
     path = session.plan.config.passes.log_verification if log.lines else None  # other ranks have no lines
     try:

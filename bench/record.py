@@ -93,7 +93,7 @@ def speedup_standard_error(plain: GenerateOutput, drafted: GenerateOutput) -> fl
 def gains(plan: Plan, plain: GenerateOutput | None, output: GenerateOutput | None) -> dict[str, Any]:
     """Return what a pass accepted and gained over plain decoding; None for what was not measured, and for acceptance of
     random weights, which means nothing."""
-    drafted = output if plan.target.has_text else None
+    drafted = output if plan.target.source.has_text else None
     same = None
     if plain and output and plan.reproducible:
         same = sum(map(eq, plain.tokens, output.tokens))
@@ -145,7 +145,7 @@ def settings_record(session: Session) -> dict[str, Any]:
         **asdict(plan.sampling),
         "seed": None if plan.sampling.greedy else plan.sampling.seed,
         "device": str(runner.device),
-        "dtype": dtype_name(plan.dtype),
+        "dtype": dtype_name(plan.target.weights.dtype),
         "attention": runner.model.backend.name,
         "attention_build": choose("attention").build if runner.model.backend.name == "cpp" else None,
         "compile": plan.config.target.compile,
@@ -161,7 +161,7 @@ def draft_settings(plan: Plan) -> dict[str, Any]:
     if not plan.candidates:
         return {"draft": None, "gamma": 0, "draft_policy": None, "draft_budget": None}
     first = plan.candidates[0]
-    settings = first.record() | first.reads(plan.planned_target) | dict.fromkeys(plan.automatic, AUTO)
+    settings = first.record() | first.reads(plan.target) | dict.fromkeys(plan.automatic, AUTO)
     others = dict.fromkeys(draft.kind for draft in plan.config.drafts if draft.kind != settings["draft"])
     return settings | ({"auto_drafts": [*others]} if others else {})
 
@@ -177,8 +177,8 @@ def record_of(
     config = nested(plan.config)
     if without:
         config.pop("draft", None)
-    settings = {"model": session.name, "dataset": plan.dataset, "B": plan.n_rows}
-    settings |= {"prefix_len": plan.prefix_len, "gen_len": plan.gen_len, **settings_record(session)}
+    settings = {"model": session.name, "dataset": plan.dataset, "B": plan.target.n_rows}
+    settings |= {"prefix_len": plan.target.prefix_len, "gen_len": plan.target.gen_len, **settings_record(session)}
     settings = {name: value for name, value in settings.items() if name not in without}
     return {"benchmark": benchmark, "config": config, **settings, **measured, **provenance()}
 
@@ -187,7 +187,7 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
     """Return the record of a benchmark; every rank has to call this. A figure that was not measured is null."""
     plan, stats = session.plan, passes.last.stats
     baseline, speculative, costs = passes.baseline, passes.speculative, passes.costs
-    drafted = speculative if plan.target.has_text else None  # the acceptance of random weights means nothing
+    drafted = speculative if plan.target.source.has_text else None  # the acceptance of random weights means nothing
     gathered = session.processes.all_gather_object
     peaks = gathered(peak_memory_bytes(session.runner.device))
     record = {
@@ -215,13 +215,13 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
         "contention": {name: contention(gathered(output.usage)) for name, output in passes.outputs.items()},
         "peak_memory_bytes": max(peaks),
         "peak_memory_bytes_per_rank": peaks,
-        "distinct_4gram_fraction": distinct_4gram_fraction(passes.last.tokens) if plan.target.has_text else None,
+        "distinct_4gram_fraction": distinct_4gram_fraction(passes.last.tokens) if plan.target.source.has_text else None,
     }
     if speculative and (width := plan.config.passes.by_length):
-        record["by_length"] = by_length_rows(width, plan.gen_len, passes.outputs)
+        record["by_length"] = by_length_rows(width, plan.target.gen_len, passes.outputs)
     if speculative and plan.config.passes.ablate:
         pairs = zip(plan.candidates, (speculative, *passes.ablations), strict=True)
-        target = plan.planned_target
+        target = plan.target
         record["rows"] = [each.record() | each.reads(target) | gains(plan, baseline, output) for each, output in pairs]
     if drafted and drafted.inner:
         record["inner"] = {name: getattr(drafted.inner, name) for name in COUNTED}

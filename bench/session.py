@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import EllipsisType
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +15,7 @@ from bench.agreement import common_facts
 from bench.config import AUTO, RankOptions, RunConfig, Sampling
 from bench.data import load_books, make_prompts
 from bench.memory import require_room, require_room_to_run
-from bench.plan import Plan, PromptText, resolve, resolve_sampling
+from bench.plan import Plan, PromptText, resolve
 from bench.prefixes import prefix_store
 from common.errors import UserError, refuse
 from common.say import dtype_name, say
@@ -73,18 +72,18 @@ class Session:
         require_room(plan)
         watched, n_replicas = plan.config.ranks or RankOptions(), plan.config.n_replicas
         timeout, facts = watched.rank_timeout, partial(common_facts, plan, options)
-        processes = start_ranks(plan.device, facts, check=watched.check_ranks, timeout_seconds=timeout)
+        processes = start_ranks(plan.target.device, facts, check=watched.check_ranks, timeout_seconds=timeout)
         ranks = processes.replica(n_replicas)
         if ranks.device.type == "cuda":  # graphs and kernels are made on the current device
             torch.cuda.set_device(ranks.device)
         run = processes.broadcast_object(lambda: uuid.uuid4().hex[:12])
         for remark in ranks.broadcast_object(plan.remarks):
             say(f"note: {remark}")
-        tokenizer = plan.target.tokenizer() if plan.target.has_text and ranks.leads else None
+        tokenizer = plan.target.source.tokenizer() if plan.target.source.has_text and ranks.leads else None
         first, last = Shard(ranks.first // ranks.size, n_replicas).span(plan.n_prompts)
         stretches = ranks.broadcast_object(lambda: _prompts(plan, tokenizer, n_continued)[first:last])
-        prompts = [stretch[: plan.prefix_len] for stretch in stretches]
-        continuations = [stretch[plan.prefix_len :] for stretch in stretches]
+        prompts = [stretch[: plan.target.prefix_len] for stretch in stretches]
+        continuations = [stretch[plan.target.prefix_len :] for stretch in stretches]
         models, runner = _load(plan, ranks)
         require_room_to_run(plan, runner)
         return cls(plan, runner, prompts, tokenizer, models, processes, run, first, continuations)
@@ -96,7 +95,7 @@ class Session:
 
     @property
     def name(self) -> str:
-        return self.plan.target.name
+        return self.plan.target.source.name
 
     @property
     def how(self) -> dict[str, Any]:
@@ -104,7 +103,7 @@ class Session:
         return {
             "sampling": self.plan.sampling,
             "verification": self.plan.verification,
-            "max_new_tokens": self.plan.gen_len,
+            "max_new_tokens": self.plan.target.gen_len,
             "numbered_from": self.numbered_from,
         }
 
@@ -115,26 +114,24 @@ class Session:
     def variant(
         self,
         *,
-        draft: DrafterConfig | EllipsisType | None = ...,
-        auto_drafts: tuple[DrafterConfig, ...] = (),
+        drafts: Sequence[DrafterConfig] | None = None,
         sampling: Sampling | None = None,
         prompts: list[list[int]] | None = None,
         gen_len: int | None = None,
     ) -> Session:
-        """Return a session of the same model and cache with other drafts (None: plain decoding), sampling or prompts.
+        """Return a session of the same model and cache with other drafts to choose among (none: plain decoding),
+        sampling or prompts.
 
-        Weights of a draft are loaded unless a draft of this session has them. auto_drafts: see `RunConfig`. Errors:
-        UserError for a draft that the target cannot have.
+        Weights of a draft are loaded unless a draft of this session has them. Errors: UserError for a draft that the
+        target cannot have.
         """
         plan = self.plan
         if gen_len is not None:
-            plan = replace(plan, config=replace(plan.config, sizes=replace(plan.config.sizes, gen_len=gen_len)))
+            plan = replace(plan, target=replace(plan.target, gen_len=gen_len))
         if sampling is not None:
-            params, verification = resolve_sampling(sampling)
-            config = replace(plan.config, sampling=sampling)
-            plan = replace(plan, config=config, sampling=params, verification=verification)
-        if not isinstance(draft, EllipsisType):
-            plan = plan.with_drafts(draft, auto_drafts)
+            plan = plan.with_sampling(sampling)
+        if drafts is not None:
+            plan = plan.with_drafts(*drafts)
         for planned in plan.candidates:
             planned.load(self.models)
         return replace(self, plan=plan, prompts=self.prompts if prompts is None else prompts)
@@ -142,13 +139,13 @@ class Session:
     def drafters(self, texts: Sequence[Sequence[int]] | None = None) -> list[Drafter]:
         """Return a drafter over an empty cache for each candidate of the plan. texts: the tokens of plain decoding."""
         plan = self.plan
-        inputs = BuildInputs(self.runner, self.models, plan.capacity, texts, plan.chooses, self.tokenizer)
+        inputs = BuildInputs(self.runner, self.models, plan.target.capacity, texts, plan.chooses, self.tokenizer)
         return [draft.build(inputs) for draft in plan.candidates]
 
     def drafter(self, draft: DrafterConfig | None = None) -> Drafter:
         """Return the drafter of a configuration (default: the session's) over an empty cache. Errors: ConfigError, also
         for `auto`."""
-        session = self if draft is None else self.variant(draft=draft)
+        session = self if draft is None else self.variant(drafts=[draft])
         if session.plan.automatic or not session.plan.candidates:
             required, fix = "a draft of one gamma and one budget", "name numbers, or use make_controller()"
             refuse("Session.drafter", session.plan.automatic, required, "there is no single drafter", fix)
@@ -163,22 +160,22 @@ class Session:
 
     def generation(self, **arguments: Any) -> Generation:
         """Return a decode of the prompts that has not begun. arguments: see `generate`."""
-        stop_tokens = self.plan.target.end_tokens if self.plan.config.rows.stop_at_eos else ()
+        stop_tokens = self.plan.target.source.end_tokens if self.plan.config.rows.stop_at_eos else ()
         return Generation(self.runner, self.prompts, **self.how | {"stop_tokens": stop_tokens} | arguments)
 
 
 def _load(plan: Plan, ranks: Ranks) -> tuple[Models, ModelRunner]:
     """Load the target and all models that draft; return them, and the target with an empty cache."""
-    models = Models(plan.planned_target, ranks)
-    why = f" ({auto_dtype(plan.device, plan.target)[1]})" if plan.config.target.dtype == AUTO else ""
-    say(f"loading {plan.target.name} on {plan.device} as {dtype_name(plan.dtype)}{why}")
+    models, target = Models(plan.target, ranks), plan.target
+    why = f" ({auto_dtype(target.device, target.source)[1]})" if plan.config.target.dtype == AUTO else ""
+    say(f"loading {target.source.name} on {target.device} as {dtype_name(target.weights.dtype)}{why}")
     model = models.load_target()
     for draft in plan.candidates:  # before the cache: converting a checkpoint needs room that the cache takes later
         draft.load(models)
-    captures = plan.device != "cpu" and not plan.config.target.no_cuda_graphs
+    captures = target.device != "cpu" and not plan.config.target.no_cuda_graphs
     captures = captures and (not model.config.n_expert or is_grouped(ranks.device, model.dtype))
     new_graphs = CudaGraphs if captures else None
-    cache = FullKVCache(model.config, plan.n_rows, plan.capacity, device=plan.device, dtype=plan.kv_dtype)
+    cache = FullKVCache(model.config, target.n_rows, target.capacity, target.device, target.kv_dtype)
     folder = plan.config.text.prefix_cache
     prefixes = prefix_store(folder, plan, model, models.target_ranks) if folder else None
     return models, ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, prefixes=prefixes)
@@ -186,14 +183,15 @@ def _load(plan: Plan, ranks: Ranks) -> tuple[Models, ModelRunner]:
 
 def _prompts(plan: Plan, tokenizer: Tokenizer | None, n_continued: int) -> list[list[int]]:
     """Return the prompts, with `n_continued` tokens after those that are cut; for random weights, random tokens."""
+    target = plan.target
     if plan.prompts is not None:
         return plan.prompts
     if tokenizer is None or plan.dataset is None:
-        return random_prompts(plan.target.config.vocab_size, plan.n_prompts, plan.prefix_len)
-    say(f"tokenising {plan.n_prompts} prompts of {plan.prefix_len} tokens from {plan.dataset}")
-    length = plan.prefix_len + n_continued
+        return random_prompts(target.source.config.vocab_size, plan.n_prompts, target.prefix_len)
+    say(f"tokenising {plan.n_prompts} prompts of {target.prefix_len} tokens from {plan.dataset}")
+    length = target.prefix_len + n_continued
     prompts = make_prompts(load_books(plan.dataset), tokenizer, n_prompts=plan.n_prompts, prefix_len=length)
-    plan.target.check_tokens(prompts)
+    target.source.check_tokens(prompts)
     return prompts
 
 

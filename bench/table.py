@@ -99,8 +99,8 @@ def _texts(session: Session, ends: Sequence[list[int]], rows: list[list[int]]) -
 
 def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -> str:
     """Return a line with model, storage, ranks, sizes and sampling."""
-    plan, n_ranks = session.plan, session.ranks.size
-    target, n_replicas = plan.config.target, plan.config.n_replicas
+    config, sizes, n_ranks = session.plan.config, session.plan.target, session.ranks.size
+    target, n_replicas = config.target, config.n_replicas
     prompts = f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else max(lengths)
     parts = [
         f"{record['model']}, {record['device']}, {record['dtype']}",
@@ -111,8 +111,8 @@ def headline(session: Session, record: dict[str, Any], lengths: Sequence[int]) -
         _draft_text(record),
     ]
     return (
-        f"{', '.join(filter(None, parts))}: {plan.n_rows} row{'s' * (plan.n_rows > 1)} at a time, {prompts} prompt "
-        f"tokens, {plan.gen_len} new tokens each; {sampling_text(record)}; prefill {record['prefill_seconds']:.1f} s"
+        f"{', '.join(filter(None, parts))}: {sizes.n_rows} row{'s' * (sizes.n_rows > 1)} at a time, {prompts} prompt "
+        f"tokens, {sizes.gen_len} new tokens each; {sampling_text(record)}; prefill {record['prefill_seconds']:.1f} s"
         f"{f', {n_taken} of the prompts from --prefix_cache' if (n_taken := record['prefill_taken_over']) else ''}"
     )
 

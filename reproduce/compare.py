@@ -165,11 +165,8 @@ def open_sessions(flags: Flags, configs: Configs, context: int | None, ids: list
         rows = Rows(flags.prompts, flags.num_prompts, stop_at_eos=flags.chat) if ids is None else Rows(stop_at_eos=True)
         sizes, sampling = Sizes(flags.B, context, flags.gen_len), flags.sampling_of(flags.kinds[0])
         run = RunConfig(target, flags.text, sizes, rows, sampling=sampling, output=flags.output)
-        runs = [replace(run, draft=first, auto_drafts=tuple(others)) for _, (first, *others) in configs]
-        chooses = [bench.resolve(each, ids).chooses for each in runs]
-        drafts = [*chain.from_iterable(each for _, each in configs)]
         # A drafter that does not choose between caches leaves the memory before the next one is made.
-        plans[storage] = bench.resolve_several(run, drafts, ids, at_once=None if any(chooses) else 1)
+        plans[storage] = bench.resolve_each(run, [drafts for _, drafts in configs], ids)
     n_continued = flags.gen_len if BOOK in flags.kinds else 0
     return {storage: bench.Session.of_plan(plan, n_continued) for storage, plan in plans.items()}
 
@@ -209,11 +206,11 @@ def measure(
     decoders, forced = list[Decoder](), list[Forced]()
     for session, text in product(sessions.values(), flags.kinds):
         drafting = partial(session.variant, sampling=flags.sampling_of(text))
-        each = [(name, drafting(draft=first, auto_drafts=tuple(rest))) for name, (first, *rest) in configs]
+        each = [(name, drafting(drafts=drafts)) for name, drafts in configs]
         if text == BOOK:
             forced += [Forced(name, text, variant) for name, variant in each if not variant.plan.chooses]
         else:
-            decoders.append(plain := Decoder(PLAIN, text, drafting(draft=None)))
+            decoders.append(plain := Decoder(PLAIN, text, drafting(drafts=())))
             decoders += [Decoder(name, text, variant, plain=plain) for name, variant in each]
     forced = [contender for contender in forced if not contender.needs_plain]
     others = peers(flags.target.model, flags.B, [first.gamma for _, (first, *_) in configs]) if flags.llama_cpp else []
@@ -239,7 +236,7 @@ def measure(
         measured = {name: value for name, value in measured.items() if value is not None}
         yield bench.rounded(bench.record_of("compare", session, measured, ("draft", *SETTINGS)))
     for peer in others:
-        sizes = {"B": flags.B, "prefix_len": next(iter(sessions.values())).plan.prefix_len}
+        sizes = {"B": flags.B, "prefix_len": next(iter(sessions.values())).plan.target.prefix_len}
         yield bench.rounded(
             {"benchmark": "compare", "storage": str(peer), **sizes, "rows": [peer.row()], **provenance()}
         )

@@ -132,7 +132,7 @@ def profiled_rounds(session: Session, controller: Controller) -> tuple[Counter[s
     generation = session.generation(controller=controller)
     generation.run(1)
     with profile(activities=[getattr(ProfilerActivity, kind)]) as profiler:
-        generation.run(PROFILED * session.plan.n_rows)
+        generation.run(PROFILED * session.plan.target.n_rows)
     times, n_node, n_round = Counter[str](), 0, len(generation.rounds) - 1
     for event in profiler.events():
         # A user annotation covers kernels that are events, too.
@@ -145,9 +145,9 @@ def profiled_rounds(session: Session, controller: Controller) -> tuple[Counter[s
 def open_fitting(words: str) -> Session:
     """Open a session for flags, with the rows that fit into memory. Errors: OutOfMemoryError if none fits."""
     plan = resolve(cli.read(SelfSpecFlags, words.split(), "selfspec_benchmark.py").config())
-    most = memory.memory_plan(plan).largest_batch(memory.available_bytes(plan.device))
-    n_rows = min(plan.n_rows, most) or plan.n_rows
-    return Session.of_plan(replace(plan, n_rows=n_rows, n_prompts=n_rows))
+    most = memory.memory_plan(plan).largest_batch(memory.available_bytes(plan.target.device))
+    n_rows = min(plan.target.n_rows, most) or plan.target.n_rows
+    return Session.of_plan(replace(plan, target=replace(plan.target, n_rows=n_rows), n_prompts=n_rows))
 
 
 def rounds(device: str, words: str) -> Record:
@@ -167,7 +167,7 @@ def rounds(device: str, words: str) -> Record:
     passes.warm_up(session, drafters)
     times, n_node = profiled_rounds(session, passes.make_controller(session, drafters, done.costs))
     runner.drop_graphs()
-    planned = memory.memory_plan(session.plan).total(session.plan.n_rows)
+    planned = memory.memory_plan(session.plan).total(session.plan.target.n_rows)
     mean_ms = 1e3 * done.last.stats.decode_seconds / len(done.last.stats.rounds)
     return record | {
         "prefill_seconds": None if is_dummy else record["prefill_seconds"],

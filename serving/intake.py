@@ -49,8 +49,8 @@ class Intake:
     def __init__(self, session: Session, verification: str, limits: Limits, defaults: Mapping[str, Any]) -> None:
         assert session.tokenizer is not None
         self.tokenizer, self._plan, self._n_ranks = session.tokenizer, session.plan, session.ranks.size
-        self._verification, self._limits, target = verification, limits, session.plan.target
-        self.max_total = self._plan.capacity - self._plan.gamma - 1
+        self._verification, self._limits, target = verification, limits, session.plan.target.source
+        self.max_total = self._plan.target.capacity - self._plan.gamma - 1
         self.max_input = min(limits.max_input_length or self.max_total, self.max_total - 1)
         self._longest = min(limits.max_new_tokens, defaults.get("max_tokens", limits.max_new_tokens))
         self.defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}

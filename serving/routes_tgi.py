@@ -56,8 +56,8 @@ def tgi_routes(service: Service) -> APIRouter:
         plan, limits, runner, drafts = service.plan, service.limits, service.session.runner, service.plan.candidates
         return {
             "model_id": service.session.name,
-            "model_sha": plan.target.manifest_sha256,
-            "model_dtype": str(plan.dtype),
+            "model_sha": plan.target.source.manifest_sha256,
+            "model_dtype": str(plan.target.weights.dtype),
             "model_device_type": runner.device.type,
             "max_concurrent_requests": runner.max_batch + limits.max_queue,
             "max_stop_sequences": limits.max_stop_sequences,

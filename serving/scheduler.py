@@ -205,10 +205,10 @@ def open_session(config: RunConfig, batch: Batch) -> tuple[Session, Controller]:
     if not plan.candidates:
         settle()
         return session, Fixed(None)
-    drafters, noise = session.drafters(), _with_noise(session, plan.prefix_len)
+    drafters, noise = session.drafters(), _with_noise(session, plan.target.prefix_len)
     if plan.chooses or plan.config.target.compile or session.runner.graphs is not None:
         warm_up(noise, drafters)
-    lengths = {max(1, plan.prefix_len // SHORTER), plan.prefix_len} if plan.chooses else set()
+    lengths = {max(1, plan.target.prefix_len // SHORTER), plan.target.prefix_len} if plan.chooses else set()
     costs = [_costs_after(session, drafters, length) for length in sorted(lengths)]
     session.runner.cache.prefilled.clear()  # no request begins with the random prompts
     drop_kept_prompts(drafters)
@@ -218,9 +218,11 @@ def open_session(config: RunConfig, batch: Batch) -> tuple[Session, Controller]:
 
 def _with_noise(session: Session, length: int) -> Session:
     """Return the session with random prompts of this length, of which its rows hold random entries."""
-    prompts = random_prompts(session.runner.vocab_size, session.plan.n_rows, length)
+    prompts = random_prompts(session.runner.vocab_size, session.plan.target.n_rows, length)
     fill_with_noise(session.runner, prompts)
-    return replace(session, plan=replace(session.plan, prefix_len=length), prompts=prompts)
+    return replace(
+        session, plan=replace(session.plan, target=replace(session.plan.target, prefix_len=length)), prompts=prompts
+    )
 
 
 def _costs_after(session: Session, drafters: Sequence[Drafter], length: int) -> RunCosts:

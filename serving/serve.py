@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from types import FrameType
 from typing import Annotated, Any, ClassVar, Literal
@@ -46,8 +46,6 @@ class ServedDraft(DraftFlags):
     gamma: int | Literal["auto"] = "auto"
     """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured when the server starts and the
     acceptance seen so far, chosen before every round; 0: plain decoding"""
-    draft_ranks: tuple[int, ...] | None = None
-    """standalone: ranks that share the draft (default: those of --rank_group)"""
 
 
 @dataclass(frozen=True)
@@ -117,9 +115,8 @@ class Serve:
             where, what = f"{flag('draft')}, {flag('text_drafts')}", "this draft takes its guesses from all requests"
             required = f"drafts from the text of the row, with {flag('no_prefix_reuse')}"
             refuse(where, sharing[0], required, what, f"use suffix without {flag('keep_answers')}")
-        draft, *others = drafts or (None,)
-        run = RunConfig(target=self.target, draft=draft, auto_drafts=tuple(others), ranks=self.ranks)
-        return replace(run, sampling=Sampling(verification=self.batch.verification))
+        run = RunConfig(target=self.target, sampling=Sampling(verification=self.batch.verification), ranks=self.ranks)
+        return run.with_drafts(*drafts)
 
     def _check(self) -> None:
         values = vars(self.limits) | vars(self.batch) | {"drain_seconds": self.http.drain_seconds}
@@ -244,7 +241,7 @@ class Server:
     def run(self) -> None:
         """Decode on this thread until the end. Errors: whatever the engine raises, after all clients got an error."""
         service = self.service
-        room = service.session.plan.capacity
+        room = service.session.plan.target.capacity
         is_cut = room < self._flags.batch.max_length
         how = f" (--max_length {room}, which is the model's context)" if is_cut else ""
         say(f"serving {service.session.name} on {self.url}{how}")

@@ -68,7 +68,7 @@ class Service(Collector):
         """Yield the metrics that are read from the scheduler."""
         scheduler, running = self.scheduler, [answer for answer in self.answers.values() if answer.request.started]
         n_entries = sum(len(answer.request.prompt) + len(answer.tokens) for answer in running)
-        share = n_entries / (self._n_rows * self.plan.capacity)
+        share = n_entries / (self._n_rows * self.plan.target.capacity)
         yield GaugeMetricFamily("tgi_queue_size", "Requests that wait for a row", len(self.answers) - len(running))
         yield GaugeMetricFamily("tgi_batch_current_size", "Requests in a row", len(running))
         yield GaugeMetricFamily("foretoken_rows", "Rows", self._n_rows)

@@ -18,8 +18,7 @@ from engine.drafters import Drafter
 from engine.requests import Request
 from engine.runner import not_finite
 from models.checkpoints.text_stream import TextStream
-from terminal.in_turn import require_fixed_text
-from terminal.models import ModelFlags
+from terminal.models import ModelFlags, require_fixed_text
 from terminal.panes import printable
 
 RESET, EXIT = "/reset", "/exit"
@@ -56,12 +55,12 @@ class Chat(ModelFlags):
             elif line:
                 question = [*messages, {"role": "user", "content": line}]
                 prompt = template.encode(question, {"enable_thinking": False} if self.no_thinking else {})
-                room = session.plan.capacity - len(prompt) - session.plan.gamma - 1
+                room = session.plan.target.capacity - len(prompt) - session.plan.gamma - 1
                 if room < 1:
-                    limit = f"{session.plan.capacity} tokens"
+                    limit = f"{session.plan.target.capacity} tokens"
                     say(f"  no room for that in {limit}: {RESET} begins anew, --context has more")
                     continue
-                ends, params = session.plan.target.end_tokens, session.plan.sampling
+                ends, params = session.plan.target.source.end_tokens, session.plan.sampling
                 request = Request(prompt, min(self.gen_len, room), ends, params, id=next(ids))
                 answer = _answer(session, drafter, request)
                 messages = [*question, {"role": "assistant", "content": answer}]

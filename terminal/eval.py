@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from bench.config import BatchSize, Output, Rows, Sampling, Sizes
+from bench.passes import decode_batches
 from bench.record import acceptance, record_of
 from bench.session import Session
 from bench.table import reads_text, sampling_text
@@ -15,8 +16,7 @@ from common.say import say
 from common.tables import Column, console
 from engine.stats import Counts, acceptance_text
 from models.checkpoints.tokenizer import Tokenizer
-from terminal.in_turn import decode_batches, plan_of
-from terminal.models import ModelFlags
+from terminal.models import ModelFlags, plan_in_turns
 from terminal.significance import compared
 
 NUMBERS = range(1, 100)
@@ -58,10 +58,10 @@ class Eval(ModelFlags):
         sizes, saved = Sizes(self.B, None, LONGEST_ANSWER), Rows(save_rows=self.save)
         config = self.config(sizes=sizes, rows=saved, sampling=sampling)
         texts, evicts = [prompt(task) for task in tasks], self.draft.draft_budget is None
-        session = Session.of_plan(plan_of(config, texts, evicts=evicts))
+        session = Session.of_plan(plan_in_turns(config, texts, evicts=evicts))
         assert session.tokenizer
         say(f"every generation is appended to {self.save}, run {session.run}")
-        stops = [*session.plan.target.end_tokens, *line_ends(session.tokenizer)]
+        stops = [*session.plan.target.source.end_tokens, *line_ends(session.tokenizer)]
         rows: list[dict[str, Any]] = []
         counts: list[Counts] = []
         for plainly, speculatively in decode_batches(session, stop_tokens=stops):

@@ -10,7 +10,8 @@ import torch
 from tyro.conf import Positional, arg
 
 from bench.config import DEFAULT_MODEL, BatchSize, ComparedSampling, Output, Rows, Sizes, Target, Text
-from bench.draft_flags import ComparedDraft
+from bench.draft_flags import DraftFlags
+from bench.passes import decode_batches
 from bench.plan import Plan
 from bench.record import acceptance, nested, rounded, settings_record
 from bench.session import Session
@@ -24,8 +25,7 @@ from common.tables import Column, console
 from engine.generation import GenerateOutput
 from engine.stats import acceptance_text, total
 from models.names import Scheme
-from terminal.in_turn import decode_batches, plan_of
-from terminal.models import ModelFlags, PositionalTarget
+from terminal.models import ModelFlags, PositionalTarget, plan_in_turns
 
 SEVERAL: Any = arg(metavar="[TARGET ...]", help_behavior_hint="(default: the built-in model)")
 LENGTHS = {"short": 48, "long": 3000}
@@ -66,7 +66,7 @@ class Latency(ModelFlags):
     FLAGS: ClassVar[dict[str, str]] = ModelFlags.FLAGS | {"prefix_len": "--length"}
 
     target: Targets = field(default_factory=Targets)
-    draft: ComparedDraft = field(default_factory=ComparedDraft)  # type: ignore[assignment]
+    draft: DraftFlags = field(default_factory=DraftFlags)
     sampling: ComparedSampling = field(default_factory=ComparedSampling)
     text: Text = field(default_factory=Text)
     output: Output = field(default_factory=Output)
@@ -84,7 +84,7 @@ class Latency(ModelFlags):
         config = self.config(sizes=sizes, rows=Rows(num_prompts=self.B * (self.nb_prompts + 1)))
         rows: list[dict[str, Any]] = []
         evicts = self.draft.draft_budget is None
-        for plan in [plan_of(replace(config, target=target), evicts=evicts) for target in self.target.each()]:
+        for plan in [plan_in_turns(replace(config, target=target), evicts=evicts) for target in self.target.each()]:
             if rows:  # printed now, as the next target may be interrupted
                 say(console(rows, COLUMNS))
             rows += latencies(plan)
@@ -103,7 +103,7 @@ def latencies(plan: Plan) -> list[dict[str, Any]]:
     session, before = Session.of_plan(plan), usage_so_far()
     _, *counted = decode_batches(session)
     contended, rows = contention([usage_so_far().since(before)])["contended"], list[dict[str, Any]]()
-    for way, outputs in zip((session.variant(draft=None), session), zip(*counted, strict=True), strict=True):
+    for way, outputs in zip((session.variant(drafts=()), session), zip(*counted, strict=True), strict=True):
         named = {"model": way.name, "dataset": plan.dataset, "config": nested(way.plan.config)}
         rows.append({**named, **figures(outputs), "contended": contended, **settings_record(way)})
     return rounded([row | {"speedup": rows[0]["median_ms"] / row["median_ms"]} for row in rows])

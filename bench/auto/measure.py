@@ -15,11 +15,10 @@ from bench.auto.costs import Costs
 from bench.progress import BarProgress, progress_bar
 from bench.session import Session
 from engine.controller import PLAIN, RoundChoice
-from engine.decoding import Decoder
 from engine.drafters import Drafter
 from engine.drafters.combined import Combined
-from engine.requests import Request, make_requests
-from engine.runner import ModelRunner, not_finite
+from engine.generation import Generation
+from engine.runner import ModelRunner
 from engine.stats import AcceptanceRate, verified_positions
 from engine.timing import PhaseTimer
 
@@ -54,8 +53,8 @@ def costs_of(session: Session, drafters: Sequence[Drafter], n_steps: float | Non
     plan = session.plan
     if not plan.chooses:
         return None
-    started, n_rows = time.perf_counter(), min(plan.n_rows, len(session.prompts))
-    n_steps = n_steps or plan.gen_len * math.ceil(len(session.prompts) / n_rows)
+    started, n_rows = time.perf_counter(), min(plan.target.n_rows, len(session.prompts))
+    n_steps = n_steps or plan.target.gen_len * math.ceil(len(session.prompts) / n_rows)
     with progress_bar(f"costs ({MEASURING_SECONDS:.0f} s or less)", None) as bar:
         how = {**session.how, "gamma": plan.gamma, "progress": BarProgress(bar)}
         # Captured rounds always run the model, and are captured for the drafter that decodes.
@@ -64,7 +63,7 @@ def costs_of(session: Session, drafters: Sequence[Drafter], n_steps: float | Non
         profiler = CostProfiler(session.runner, models, session.prompts, **how)
         costs = measure_costs(profiler, plan.gammas, n_steps)
     costs = session.ranks.broadcast_object(lambda: costs)
-    return RunCosts(plan.prefix_len, costs, time.perf_counter() - started)
+    return RunCosts(plan.target.prefix_len, costs, time.perf_counter() - started)
 
 
 class CostProfiler:
@@ -81,11 +80,9 @@ class CostProfiler:
     ) -> None:
         self.drafters, self.max_gamma, self.prompts = tuple(drafters), gamma, prompts[: runner.max_batch]
         assert self.prompts and how["max_new_tokens"] > 1, "no round would have a row that decodes"
-        names = ("max_new_tokens", "sampling", "numbered_from")
-        self._request_options = {name: how.pop(name) for name in names if name in how}
         self.runner, self._how = runner, how
         self._phases = PhaseTimer(runner.device, runner.ranks.timeout)
-        self._requests: list[Request] = []
+        self._generation: Generation | None = None
         self._next = PLAIN
         self.seconds = 0.0
         self._forget()
@@ -109,9 +106,10 @@ class CostProfiler:
     def keep(self, n_rows: int) -> None:
         """Continue with the first `n_rows` prompts, and forget times and acceptance."""
         self.prompts = self.prompts[:n_rows]
-        for request in self._requests[n_rows:]:
-            self._decoder.cancel(request)
-        del self._requests[n_rows:]
+        if self._generation:
+            for request in self._generation.requests[n_rows:]:
+                self._generation.decoder.cancel(request)
+            del self._generation.requests[n_rows:]
         self._forget()
 
     @property
@@ -134,16 +132,12 @@ class CostProfiler:
         self._verified, self._accepted = [0] * len(self.drafters), [0] * len(self.drafters)
 
     def _round(self) -> None:
-        if not self._requests or any(request.finish_reason for request in self._requests):
-            self._decoder = Decoder(self.runner, self, phase=self._phases, **self._how)
-            self._requests = make_requests(self.prompts, **self._request_options)
-            for request in self._requests:
-                self._decoder.submit(request)
+        if self._generation is None or any(request.finish_reason for request in self._generation.requests):
+            self._generation = Generation(self.runner, self.prompts, controller=self, phase=self._phases, **self._how)
         refreshes = self._phases.seconds["refresh"]
         n_before = len(refreshes)
-        round_ = self._decoder.step()
-        if broken := [f"row {request.index}: {request.error}" for request in self._requests if request.error]:
-            raise not_finite("measuring costs", "; ".join(broken[:8]))
+        round_ = self._generation.decoder.step()
+        self._generation.output.require_finite("measuring costs")
         assert round_ is not None, "there are rows, and they are not done"
         resume, draft, verify = (self._phases.seconds[name][-1] for name in ("resume", "draft", "verify"))
         other = round_.seconds - resume - draft - verify

@@ -89,6 +89,7 @@ class MarkovConfig(HostDrafterConfig):
 
     name: ClassVar[str] = "markov"
     markov_table: str
+    """a file that reproduce/markov_table.py wrote"""
 
     def check(self) -> None:
         super().check()

@@ -76,6 +76,7 @@ class NGramConfig(TextConfig):
 
     name: ClassVar[str] = "ngram"
     max_ngram: int = 3
+    """longest match that is looked for"""
 
     def check(self) -> None:
         super().check()

@@ -39,7 +39,7 @@ class Batch:
 
 def batches_of(session: bench.Session) -> Iterator[Batch]:
     """Yield the prompts of a session, as many at a time as it has rows."""
-    n_rows = session.plan.n_rows
+    n_rows = session.plan.target.n_rows
     for first in range(0, len(session.prompts), n_rows):
         rows = slice(first, first + n_rows)
         prompts = session.prompts[rows]

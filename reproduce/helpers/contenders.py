@@ -9,7 +9,6 @@ from operator import itemgetter
 from statistics import fmean, median
 
 import bench
-from common.contention import Usage
 from engine.controller import Controller, Fixed
 from engine.evaluation.teacher_forcing import forced_acceptance
 from engine.stats import Counts, Stats, counts_by_row, ratio_standard_error, total
@@ -151,17 +150,10 @@ class Forced(Contender):
 
 def in_sequence(outputs: Sequence[bench.Decoded]) -> bench.Decoded:
     """Join the outputs of batches that were decoded one after the other."""
-
-    def every(name: str) -> list:
-        return [*chain.from_iterable(getattr(output, name) for output in outputs)]
-
     each = [output.stats for output in outputs]
     rows, rounds = (tuple(chain.from_iterable(part)) for part in zip(*((x.rows, x.rounds) for x in each), strict=True))
     stats = Stats(rows, (rounds,), sum(x.prefill_seconds for x in each), sum(x.draft_prefill_seconds for x in each))
-    phases = {name: [*chain.from_iterable(output.phases.get(name, ()) for output in outputs)]
-              for name in {*chain.from_iterable(output.phases for output in outputs)}}  # fmt: skip
-    usage = sum((output.usage for output in outputs), Usage())
-    return bench.Decoded(every("tokens"), every("finish_reasons"), every("errors"), stats, usage, phases)
+    return bench.joined(outputs, stats)
 
 
 def summary_rows(records: Iterable[Record]) -> list[Record]:

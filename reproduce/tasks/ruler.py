@@ -1,9 +1,8 @@
-"""Texts and metric of RULER (arXiv 2404.06654). A text is its context, what the question names, and right answers."""
+"""Texts of RULER (arXiv 2404.06654). A text is its context, what the question names, and right answers."""
 
 import random
 from collections.abc import Sequence
 from itertools import cycle, islice
-from statistics import fmean
 from string import ascii_uppercase
 
 NOISE = ("The rain is soft.", "The field is wide.", "The stone is grey.", "On we walk.", "Out and home once more.")
@@ -51,10 +50,4 @@ def common_words(
     return " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1)), str(n_common), chosen[:n_common]
 
 
-def share(answer: str, right: Sequence[str], choices: Sequence[str]) -> float:
-    """Return the share of the right strings that the answer contains, in any case."""
-    return fmean(each.lower() in answer.lower() for each in right)
-
-
 TEXTS = {each.__name__: each for each in (needles, variables, common_words)}
-METRICS = {"share": share}

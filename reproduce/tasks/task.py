@@ -17,10 +17,10 @@ from common.errors import DataError, refuse
 from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError
 from models.checkpoints.model_source import ModelSource
 from models.checkpoints.tokenizer import Tokenizer
-from reproduce.tasks import infinitebench, longbench, ruler
+from reproduce.tasks import ruler
+from reproduce.tasks.metrics import LETTERS, METRICS
 
 BENCHMARKS = tomllib.loads((Path(__file__).parent / "tasks.toml").read_text(encoding="utf-8"))
-METRICS = {"ruler": ruler.METRICS, "longbench": longbench.METRICS, "infinitebench": infinitebench.METRICS}
 KEYS = ("context", "input", "answers", "answer", "all_classes", "options", "dataset")
 # Words of a book for keys and lists, and the fewest that will do.
 WORDS, LEAST_WORDS = re.compile(r"\b[a-z]{6,}\b"), 20
@@ -64,7 +64,7 @@ def find_task(benchmark: str, name: str) -> Task:
         required = ", ".join(tasks) or ", ".join(BENCHMARKS)
         refuse("tasks", f"{benchmark}:{name}", required, "there is no such task, or no metric for it", "choose another")
     chosen = {key: value for key, value in table.items() if key not in tasks} | tasks[name]
-    return Task(f"{benchmark}:{name}", METRICS[benchmark][chosen.pop("metric")], **chosen)
+    return Task(f"{benchmark}:{name}", METRICS[chosen.pop("metric")], **chosen)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def read(benchmark: str, file: str, n: int, encoder: Encoder) -> tuple[Task, lis
         if not (isinstance(row, dict) and right_of(row) and isinstance(row.get("context"), str)):
             required = "lines with a text under `context`, and right answers under `answers` or `answer`"
             raise unreadable(path, f"line {number}: {str(row)[:80]}", required, "tasks")
-        if len(options := row.get("options") or ()) > (most := len(infinitebench.LETTERS)):
+        if len(options := row.get("options") or ()) > (most := len(LETTERS)):
             raise unreadable(path, f"line {number}: {len(options)} options", f"at most {most} options", "tasks")
     task = find_task(benchmark, rows[0][1].get("dataset") or path.stem)
     return task, [of_row(task, row, encoder) for _, row in rows]
@@ -134,7 +134,7 @@ def of_row(task: Task, row: dict[str, Any], encoder: Encoder) -> Example:
     """Return the example of a row; of a context that is too long, the middle is left out. Errors: ConfigError."""
     tokens = encoder.tokenizer.encode(row["context"], add_bos=False)
     choices = row.get("all_classes") or row.get("options") or ()
-    listed = "\n".join(map("{}. {}".format, infinitebench.LETTERS, choices))
+    listed = "\n".join(map("{}. {}".format, LETTERS, choices))
 
     def example(size: int) -> Example:
         parts = tokens[: size // 2], tokens[len(tokens) - (size - size // 2) :]

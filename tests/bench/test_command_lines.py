@@ -131,7 +131,7 @@ def test_what_is_no_draft_is_refused(name: str) -> None:
 
 
 def test_a_name_and_options_are_a_configuration() -> None:
-    given = {**parse_draft("suffix+self=snapkv@5"), "snapkv_window": 16, "draft_options": ("text_match=4",)}
+    given = {**parse_draft("suffix+self=snapkv@5"), "snapkv_window": 16, "text_match": 4}
     draft = SelfConfig(gamma=5, policy=SnapKV(snapkv_window=16))
     assert drafts_of(given) == (Hybrid(gamma=5, draft=draft, texts=(SuffixConfig(gamma=5),), text_match=4),)
 
@@ -139,4 +139,4 @@ def test_a_name_and_options_are_a_configuration() -> None:
 @pytest.mark.parametrize("pair", ["text_mach=4", "text_match", "policy=4"])
 def test_an_option_that_no_draft_has_is_refused(pair: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){pair}.*text_match"):
-        drafts_of({"draft": "self", "draft_options": (pair,)})
+        DraftFlags(draft_options=(pair,)).given()

@@ -224,4 +224,4 @@ def test_prompts_are_taken_whole_as_they_are_or_in_the_template(kind: str, chat_
     for chat in (False, True):
         plan = resolve(RunConfig(target, sizes=Sizes(B=8, gen_len=5), rows=Rows(prompts=str(path), chat=chat)))
         wanted = [template.encode([{"role": "user", "content": text}]) if chat else encode(text) for text in BOOKS]
-        assert plan.prompts == wanted and plan.n_rows == len(BOOKS)
+        assert plan.prompts == wanted and plan.target.n_rows == len(BOOKS)

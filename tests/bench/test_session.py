@@ -55,9 +55,9 @@ def test_a_draft_of_the_draft_is_a_model_of_its_own(config, tmp_path, monkeypatc
     assert len(drafters) == 2 and [cache.rotate_on_read for cache in caches] == [False, True] * 2
     assert drafters[0]._inner._runner.model is drafters[1]._inner._runner.model in [*session.models.loaded.values()]
     held = sum(cache.n_bytes for cache in caches) + sum(cache.n_bytes for cache in caches[1::2])
-    planned = session.plan.n_rows * memory_plan(session.plan).per_row["draft KV"]
+    planned = session.plan.target.n_rows * memory_plan(session.plan).per_row["draft KV"]
     assert planned == held, "what prompts left of the model is kept beside it"
-    fixed = session.variant(draft=replace(draft, gamma=4, draft=replace(draft.draft, policy=Streaming(24))))
+    fixed = session.variant(drafts=[replace(draft, gamma=4, draft=replace(draft.draft, policy=Streaming(24)))])
     out, both = fixed.generate(drafter := fixed.drafter()), drafter.inner_counts()
     assert out.tokens == session.generate().tokens and both.emitted == out.stats.drafted > 0
 
@@ -68,11 +68,11 @@ def test_a_variant_shares_weights_and_cache(session: Session) -> None:
     drafts = [NGramConfig(gamma=2), SelfConfig(gamma=2, policy=Full(), draft_dtype="same")]
     drafts.append(SelfConfig(gamma=1, policy=SnapKV(24, snapkv_window=8), draft_dtype="same"))
     for draft in drafts:
-        variant = session.variant(draft=draft)
+        variant = session.variant(drafts=[draft])
         assert variant.runner is session.runner and not session.models.loaded
         assert variant.generate(variant.drafter()).tokens == plain
     assert variant.plan.candidates[0].policy == SnapKV(24, snapkv_window=8)
-    rounded = [session.variant(draft=replace(SMALL, gamma=gamma, draft_dtype="float32")) for gamma in (1, 2)]
+    rounded = [session.variant(drafts=[replace(SMALL, gamma=gamma, draft_dtype="float32")]) for gamma in (1, 2)]
     (model,) = session.models.loaded.values()
     assert model.dtype == torch.float32
     assert all(one.generate(one.drafter()).tokens == plain for one in rounded)

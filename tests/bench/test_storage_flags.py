@@ -85,7 +85,7 @@ def test_a_plan_has_the_drafts_scheme(flag: str, quantize: str | None, checkpoin
     target = Target(model=str(checkpoint), device="cpu")
     config = RunConfig(target, sizes=Sizes(B=2, gen_len=6), draft=draft)
     plan = resolve(config, [[1] * 40])
-    assert plan.dtype == torch.float32 and plan.candidates[0].weights.dtype == torch.bfloat16
+    assert plan.target.weights.dtype == torch.float32 and plan.candidates[0].weights.dtype == torch.bfloat16
     assert plan.candidates[0].weights.quantize == quantize
     shared = resolve(replace(config, draft=replace(draft, draft_dtype="same")), [[1] * 40]).candidates[0]
     assert (shared.weights.dtype, shared.weights.quantize) == (torch.float32, None if flag == "auto" else quantize)

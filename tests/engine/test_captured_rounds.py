@@ -58,7 +58,10 @@ def run(kind: str, mode: str, new_graphs=None, times: int = 1):
     return [generate(runner, prompts, **how) for _ in range(times)]
 
 
-@pytest.mark.parametrize("kind,mode", [*zip(DRAFTERS, cycle(["coupled", "rejection", "greedy"]), strict=False)])
+EACH = [*zip(DRAFTERS, cycle(["coupled", "rejection", "greedy"]), strict=False)]
+
+
+@pytest.mark.parametrize("kind,mode", [each for each in EACH if each[0] not in ("smallest keys", "full: confidence")])
 def test_replayed_rounds_give_the_same_tokens(kind, mode):
     """Five ragged requests through two rows, which roll back, finish, idle and are refilled, none alike."""
     graphs: list[RecordedGraph] = []

@@ -14,9 +14,7 @@ import pytest
 from bench import passes
 from common.errors import ConfigError
 from models.checkpoints.tokenizer import load_tokenizer
-from reproduce.tasks.infinitebench import METRICS as INFINITEBENCH
-from reproduce.tasks.longbench import METRICS as LONGBENCH
-from reproduce.tasks.ruler import METRICS as RULER
+from reproduce.tasks.metrics import METRICS
 from reproduce.tasks.task import BENCHMARKS, Encoder, find_task, made, read
 
 SCRIPT = "reproduce/compare.py"
@@ -85,33 +83,33 @@ def test_a_refusal_says_how_long_a_context_has_to_be(tokenizer, book: str):
 
 
 METRIC_CASES = [
-    (RULER, "share", "It is 12 and ABCDE", ["12", "abcde", "77"], (), 2 / 3),
-    (LONGBENCH, "f1", "The cat, sat!", ["a dog", "cat sat down"], (), 4 / 5),
-    (LONGBENCH, "f1", "cat cat dog", ["cat"], (), 1 / 2),
-    (LONGBENCH, "f1", "the", ["a"], (), 0),
-    (LONGBENCH, "one_class", "food or sport food", ["food"], ["food", "sport", "city"], 1 / 2),
-    (LONGBENCH, "one_class", "other location", ["other location"], ["location", "other location"], 1),
-    (LONGBENCH, "one_class", "location", ["other location"], ["location", "other location"], 0),
-    (LONGBENCH, "numbers", "Paragraph 3, or 13, or 3", ["Paragraph 3"], (), 2 / 3),
-    (INFINITEBENCH, "first_number", "It is 0071, not 71.", ["0071"], (), 1),
-    (INFINITEBENCH, "first_number", "It is 71", ["0071"], (), 0),
-    (INFINITEBENCH, "first_number", "12.50 and 12.5", ["12.5"], (), 0),
-    (INFINITEBENCH, "first_number", "12.0", ["12"], (), 1),
-    (INFINITEBENCH, "last_number", "f(3) is -17.", ["-17"], (), 1),
-    (INFINITEBENCH, "word", "{'key': 'ab-1f'}", ["ab-1f"], (), 1),
-    (INFINITEBENCH, "word", "Jonathan", ["JON", "ANN"], (), 0),
-    (INFINITEBENCH, "word", "it's Ann!", ["JON", "ANN"], (), 1),
-    (INFINITEBENCH, "choice", "The answer is B.", ["hot"], ["cold", "hot"], 1),
-    (INFINITEBENCH, "choice", "A. cold, not B", ["hot"], ["cold", "hot"], 0),
-    (INFINITEBENCH, "choice", " hot and dry", ["hot"], ["cold", "hot"], 1),
-    (INFINITEBENCH, "choice", "C", ["run", "C"], ["walk", "sit", "run"], 1),
-    (INFINITEBENCH, "choice", "", ["hot"], ["cold", "hot"], 0),
+    ("share", "It is 12 and ABCDE", ["12", "abcde", "77"], (), 2 / 3),
+    ("f1", "The cat, sat!", ["a dog", "cat sat down"], (), 4 / 5),
+    ("f1", "cat cat dog", ["cat"], (), 1 / 2),
+    ("f1", "the", ["a"], (), 0),
+    ("one_class", "food or sport food", ["food"], ["food", "sport", "city"], 1 / 2),
+    ("one_class", "other location", ["other location"], ["location", "other location"], 1),
+    ("one_class", "location", ["other location"], ["location", "other location"], 0),
+    ("numbers", "Paragraph 3, or 13, or 3", ["Paragraph 3"], (), 2 / 3),
+    ("first_number", "It is 0071, not 71.", ["0071"], (), 1),
+    ("first_number", "It is 71", ["0071"], (), 0),
+    ("first_number", "12.50 and 12.5", ["12.5"], (), 0),
+    ("first_number", "12.0", ["12"], (), 1),
+    ("last_number", "f(3) is -17.", ["-17"], (), 1),
+    ("word", "{'key': 'ab-1f'}", ["ab-1f"], (), 1),
+    ("word", "Jonathan", ["JON", "ANN"], (), 0),
+    ("word", "it's Ann!", ["JON", "ANN"], (), 1),
+    ("choice", "The answer is B.", ["hot"], ["cold", "hot"], 1),
+    ("choice", "A. cold, not B", ["hot"], ["cold", "hot"], 0),
+    ("choice", " hot and dry", ["hot"], ["cold", "hot"], 1),
+    ("choice", "C", ["run", "C"], ["walk", "sit", "run"], 1),
+    ("choice", "", ["hot"], ["cold", "hot"], 0),
 ]
 
 
-@pytest.mark.parametrize(("metrics", "name", "answer", "right", "choices", "score"), METRIC_CASES)
-def test_metrics_by_hand(metrics: dict, name: str, answer: str, right: list[str], choices: list[str], score: float):
-    assert metrics[name](answer, right, choices) == pytest.approx(score)
+@pytest.mark.parametrize(("name", "answer", "right", "choices", "score"), METRIC_CASES)
+def test_metrics_by_hand(name: str, answer: str, right: list[str], choices: list[str], score: float):
+    assert METRICS[name](answer, right, choices) == pytest.approx(score)
 
 
 def write(folder: Path, name: str, *rows: Any) -> str:

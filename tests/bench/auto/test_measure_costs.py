@@ -39,7 +39,7 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> list[Decode]:
         every.append(decode)
         return decoder
 
-    monkeypatch.setattr(measure, "Decoder", watched)
+    monkeypatch.setattr("engine.generation.Decoder", watched)
     return every
 
 

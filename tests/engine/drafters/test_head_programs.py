@@ -60,7 +60,6 @@ def arguments(models: Models, head: Path, flags: str) -> list[str]:
         ("eagle-3", "eagle", f"--draft_budget 24 --draft_dtype same --gamma 2 {SAMPLED}", 24),
         ("eagle-1", "eagle", "--draft_budget 24 --draft_dtype same --gamma auto --draft_positions cache", 24),
         ("peagle", "eagle", f"--draft_budget 24 --draft_dtype same --gamma 3 {SAMPLED}", 24),
-        ("dflash", "dflash", f"--draft_budget 24 --gamma auto {SAMPLED}", 24),
         pytest.param("dflash", "dflash", f"{IN_8_BITS} --gamma 3 {SAMPLED}", 76, marks=needs_vnni),
         ("dflash", "dflash", f"{IN_4_BITS} --gamma 2 --text_drafts suffix", 75),
         ("dflash", "dflash", f"--draft_budget 20 --draft_positions cache --gamma 4 {REJECTION}", 20),
@@ -91,7 +90,9 @@ def test_the_memory_plan_counts_the_head(models, heads, draft):
     given = draft(draft_model=str(path), **({"draft_dtype": "float32"} if draft is EagleConfig else {}))
     config = RunConfig(Target(model=str(models.target), dtype="float32", device="cpu"), draft=given)
     plan = resolve(replace(config, sizes=Sizes(2, None, 12)), [[1] * 60] * 2)
-    loaded = find_head(str(path), given.name, plan.target.config).load(device="cpu", dtype=torch.float32, prepack=False)
+    loaded = find_head(str(path), given.name, plan.target.source.config).load(
+        device="cpu", dtype=torch.float32, prepack=False
+    )
     assert memory_plan(plan).fixed["draft weights"] == 4 * sum(x.numel() for x in loaded.parameters())
 
 

@@ -75,7 +75,7 @@ def reading(chat_checkpoint) -> Iterator[Served]:
 @pytest.mark.parametrize("how", [{"temperature": 0}, {"temperature": 0.7, "seed": 11}], ids=["greedy", "sampled"])
 def test_a_server_drafts_by_a_prediction(reading: Served, how: dict[str, Any]):
     ask = OpenAI(base_url=f"{reading.url}/v1", api_key="any", max_retries=0).chat.completions.create
-    how = {"model": "m", "messages": CHAT["messages"], "max_tokens": 60, **how}
+    how = {"model": "m", "messages": CHAT["messages"], "max_tokens": 40, **how}
     plain = ask(**how, extra_body={"speculate": False})
     assert plain.usage.completion_tokens_details is None
     text = plain.choices[0].message.content
@@ -111,7 +111,7 @@ def test_a_prediction_that_a_server_may_not_draft_by_is_refused(chat_checkpoint)
 def test_the_benchmarks_draft_by_a_file(call, tmp_path: Path):
     """The text of a first run's row is the file of the second."""
     script, rows, text = "tests/selfspec_benchmark.py", tmp_path / "rows.jsonl", tmp_path / "text.txt"
-    flags = "--B 2 --prefix_len 40 --gen_len 60 --gamma 3 --dtype float64 --no_baseline --temperature 1 --seed 3"
+    flags = "--B 2 --prefix_len 40 --gen_len 40 --gamma 3 --dtype float64 --no_baseline --temperature 1 --seed 3"
     flags += " --verification coupled --text_drafts suffix --text_match 1 --draft_budget 16"
     without = call(script, f"{flags} --save_rows {rows}").record
     text.write_text(json.loads(rows.read_text().splitlines()[0])["text"])

@@ -18,6 +18,7 @@ LENGTHS, N_NEW, N_FORCED, GAMMA = [9, 14, 23], 40, 48, 3
 PROMPTS, FORCED = random_prompts(LENGTHS), torch.tensor(random_prompts([N_FORCED] * len(LENGTHS), seed=1))
 GREEDY, COUPLED = SamplingParams(), SamplingParams(temperature=0.8, seed=5)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+KINDS = pytest.mark.parametrize("sampling,dtype", [(GREEDY, torch.bfloat16), (COUPLED, torch.float64)])
 MODES = pytest.mark.parametrize("sampling", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 
 
@@ -56,8 +57,7 @@ def certificate_of(model: Transformer, emitted: Tensor, sampling: SamplingParams
     return certify(replay(model, full_cache(model, len(PROMPTS)), PROMPTS, emitted, sampling), eps)
 
 
-@MODES
-@DTYPES
+@KINDS
 def test_blocks_that_round_otherwise_flip_near_ties_and_the_certificate_holds(sampling, dtype):
     """A large model in low precision rounds otherwise by itself; a small one nearly always alike."""
     model = with_blocks(
@@ -95,8 +95,7 @@ def test_the_reference_scores_what_was_emitted_given_what_was_emitted(sampling):
         assert seen.flipped[row].tolist() == (scores.argmax(-1) != emitted[row]).tolist()
 
 
-@MODES
-@DTYPES
+@KINDS
 def test_a_faulty_verification_is_found(sampling, dtype):
     model = tiny_model(dtype=dtype)
     emitted = speculate(model, sampling, Faulty)
