@@ -170,16 +170,10 @@ def test_tasks_are_scored_by_plain_decoding(call, checkpoint: Path, book: str, t
     assert any(row["score"] for row in ended.record["rows"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--tasks ruler:nothing", "niah_single_1"),
-        ("--tasks squad:vt", "longbench"),
-        ("--tasks ruler:vt --chat", "two sets of prompts"),
-        ("--tasks ruler:vt --texts book", "teacher-forced"),
-        ("--tasks ruler:vt --gen_len 32", "--gen_len"),
-        ("--tasks ruler:vt --contexts 700 50", "no room"),
-    ],
-)
-def test_flags_that_contradict_tasks_are_refused(call, book: str, flags: str, message: str):
-    assert message in call(SCRIPT, f"{FLAGS} --dataset {book} --drafters ngram {flags}").refusal
+WRONG = {"ruler:nothing": "niah_single_1", "squad:vt": "longbench", "ruler:vt --chat": "two sets of prompts"}
+WRONG |= {"ruler:vt --texts book": "teacher-forced", "ruler:vt --gen_len 32": "--gen_len"}
+
+
+@pytest.mark.parametrize(("tasks", "message"), [*WRONG.items(), ("ruler:vt --contexts 700 50", "no room")])
+def test_flags_that_contradict_tasks_are_refused(call, book: str, tasks: str, message: str):
+    assert message in call(SCRIPT, f"{FLAGS} --dataset {book} --drafters ngram --tasks {tasks}").refusal
