@@ -10,7 +10,7 @@ from bench.session import Session
 from reproduce import gpu_speed
 from tests.support.programs import run
 
-SAMPLED = "--B 2 --prefix_len 40 --gen_len 8 --draft_budget 24 --benchmark --temperature 0.6 --verification coupled"
+SAMPLED = "--B 2 --prefix_len 40 --gen_len 40 --draft_budget 24 --benchmark --temperature 0.6 --verification coupled"
 QUICK = {
     "torch": {"measure": "attention", "backend": "torch", "shapes": [[9, 3, 64, 2, 200]]},
     "failing": {"measure": "linears", "shapes": [[0]], "rows": [16]},
