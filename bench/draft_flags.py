@@ -1,20 +1,17 @@
-"""Flags of drafts: one for every option of the drafts, policies and wrappers that there are."""
+"""Flags of drafts. A flag that is not given leaves the default to the draft's file."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass
+from dataclasses import dataclass
 from itertools import chain
-from typing import Annotated, Any, ClassVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from docstring_parser import parse_from_object
 from tyro.conf import arg
 
 from bench.draft_names import (
     DEFAULT_POLICY,
     FORMS,
     FULL_BUDGET,
-    PARTS,
     drafts_of,
-    kinds_with_options,
     parse_draft,
     parse_options,
     required_options,
@@ -22,64 +19,89 @@ from bench.draft_names import (
 from common.errors import refuse
 from common.say import note_without_effect
 from engine.drafters.combined import text_kinds
-from engine.drafters.config import DrafterConfig
+from engine.drafters.config import DrafterConfig, require_gamma
 from kv_cache.policy import policies
+from models.names import Dtype, KVDtype, Scheme
 
-# Other names, those of MagicDec's scripts.
-ALIASES = {"draft_budget": ["--streamingllm_budget"], "snapkv_window": ["--window_size"]}
-ALIASES |= {"draft_ranks": ["--draft_rank_group"]}
+Value = TypeVar("Value")
+# An option that may be left out, whose help says the default.
+Given = Annotated[Value | None, arg(help_behavior_hint="")]
 POLICY: Any = arg(
     help_behavior_hint="",
     help=f"what the cache keeps (default: {DEFAULT_POLICY}): {', '.join(policies())}; auto, of a self-draft: whichever "
     "with a budget pays best, chosen while decoding",
 )
+# Names in MagicDec's scripts.
+BUDGET: Any = arg(help_behavior_hint="", aliases=["--streamingllm_budget"])
+WINDOW: Any = arg(help_behavior_hint="", aliases=["--window_size"])
+DRAFT_RANKS: Any = arg(help_behavior_hint="", aliases=["--draft_rank_group"])
 DRAFT: Any = arg(help_behavior_hint="", metavar="DRAFT", help=f"{FORMS}; with others in its name: suffix+self=snapkv@3")
 TEXTS: Any = arg(
     help=f"drafts from text that stand in for a draft model where they find a long match: {', '.join(text_kinds())}"
 )
 
 
-def _flags() -> list[tuple[str, Any, None]]:
-    """Return the name, type and default of a flag for each option: None, which leaves the default to the option's kind.
-    Help is the docstring of its field, between the names of the kinds that have it and their defaults."""
-    kinds, flags = kinds_with_options(), list[tuple[str, Any, None]]()
-    bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if is_dataclass(base))
-    texts = {each.arg_name: each.description for base in reversed(bases) for each in parse_from_object(base).params}
-    for name in dict.fromkeys(option.name for kind in kinds for option in fields(kind)):
-        if name in (*PARTS, "draft_model"):  # a flag of some programs only
-            continue
-        having = [kind for kind in kinds if name in kind.__dataclass_fields__]
-        of_all = name in DrafterConfig.__dataclass_fields__
-        named = [each.name for each in having if hasattr(each, "name") and not of_all]
-        defaults = dict.fromkeys(each.__dataclass_fields__[name].default for each in having)
-        known = [str(default) for default in defaults if default not in (None, MISSING)]
-        text = ": ".join(filter(None, [", ".join(named), " ".join((texts.get(name) or "").split())]))
-        hint = f"(default: {' or '.join(known)})" if known else ""
-        how = arg(help=text, help_behavior_hint=hint, aliases=ALIASES.get(name))
-        flags.append((name, Annotated[get_type_hints(having[0])[name] | None, how], None))
-    return flags
-
-
-OPTIONS: Any = make_dataclass("OPTIONS", _flags(), frozen=True, kw_only=True)
-
-
 @dataclass(frozen=True, kw_only=True)
-class DraftNumbers(OPTIONS):
+class DraftOptions:
     """The draft."""
 
     DEFAULT: ClassVar[str] = "self"
+    LEAST_GAMMA: ClassVar[int] = 0
 
-    draft_policy: Annotated[str | None, POLICY] = None
+    n_sink: Given[int] = None
+    """streaming, verify_topk, retrieval: attention sinks in the budget (default: 4)"""
+    draft_positions: Given[Literal["auto", "absolute", "cache"]] = None
+    """streaming: rotary positions of a draft model or head, in the text (absolute), or in the cache (cache), where they
+    never exceed the budget; auto, the default: cache if the run is longer than the draft's trained context"""
+    snapkv_window: Annotated[int | None, WINDOW] = None
+    """policies that select: recent tokens in the budget (default: 32); those of a policy that selects by queries choose
+    the other entries"""
+    refresh: Given[int] = None
+    """verify_topk, retrieval: rounds after which entries are chosen anew (default: 1 and 4)"""
+    chunk: Given[int] = None
+    """retrieval: tokens of a chunk, which are chosen together (default: 8)"""
+    quant_group: Given[int] = None
+    """quantized: numbers that share a scale: tokens of a key's channel, channels of a value (default: 16); a CPU reads
+    groups of a multiple of 16 directly, and unpacks others first"""
+    quant_window: Given[int] = None
+    """quantized: the least number of recent tokens that are not quantised (default: 64)"""
+    draft_dtype: Given[Literal["auto", "same"] | Dtype] = None
+    """dtype of the draft's weights and cache; same: the target's (a self-draft then shares its weights); auto, the
+    default: bfloat16 next to a float32 target on a CPU that computes in bfloat16, else same"""
+    draft_weights: Given[Literal["auto", "same"] | Scheme] = None
+    """the draft's linear layers in 8 or 4 bits; the target keeps its own, so the output stays the same; same: as
+    --draft_dtype says, or a self-draft's as the target's; auto, the default: on a CPU with AVX2, or a GPU that it is
+    faster on, int8, or int4 for a model that was published in 4 bits, if neither --draft_dtype nor --quantize is given,
+    else same"""
+    draft_kv_dtype: Given[Literal["same"] | KVDtype] = None
+    """entries of the draft's KV cache (default: same)"""
+    draft_layers: Given[str] = None
+    """self: layers that it runs, such as 0-9,20-29: it skips the others (default: all)"""
+    draft_of_draft: Given[str] = None
+    """self: the draft of the draft: copies from the row's text (ngram); the same model (streaming) or a smaller model,
+    given by its converted checkpoint, over --inner_budget entries (default: none)"""
+    inner_gamma: Given[int] = None
+    """--draft_of_draft: tokens that are drafted for each forward of the draft (default: 2)"""
+    inner_budget: Given[int] = None
+    """--draft_of_draft streaming or a model: KV entries per row, sinks and recent ones together (default: 64)"""
     text_drafts: Annotated[tuple[str, ...], TEXTS] = ()
-    auto_drafts: tuple[str, ...] = ()
-    """drafts that --gamma auto may take instead of the draft, in any round, if they pay more: self, or from text"""
+    text_match: Given[int] = None
+    """tokens that --text_drafts have to have found a guess by, for it to stand in for the model's (default: 8)"""
+    max_ngram: Given[int] = None
+    """ngram: longest match that is looked for (default: 3)"""
+    draft_text: Given[str] = None
+    """suffix: file of a text in which matches are looked up, too, such as one that the answer repeats with changes"""
+    keep_answers: Given[int] = None
+    """suffix: contexts that it keeps of the answers to each of the latest 32 prompts, to draft by for requests of the
+    same prompt (default: 0)"""
+    markov_table: Given[str] = None
+    """markov: a file that reproduce/markov_table.py wrote"""
     draft_options: tuple[str, ...] = ()
-    """NAME=VALUE ...: options of drafts and policies, in the place of their flags"""
+    """NAME=VALUE ...: options of drafts and policies that have no flag here"""
 
     def given(self) -> dict[str, Any]:
-        """Return the options that were given, by flag. Errors: ConfigError for an unknown one."""
-        given = {name: value for name, value in vars(self).items() if value not in (None, ())}
-        return given | parse_options(given.pop("draft_options", ()))
+        """Return the options that were given, by flag."""
+        return {name: value for name, value in vars(self).items() if value not in (None, ())}
 
     def config(self, **chosen: Any) -> DrafterConfig:
         """Return the configuration of the draft. chosen: options that the program sets. Errors: ConfigError, also for
@@ -101,18 +123,42 @@ class DraftNumbers(OPTIONS):
         options = [{**named, **given, **each} for each in chosen]
         found = [drafts_of(each) for each in options]
         drafts = [*chain.from_iterable(found)]
-        used = {"draft", *(name for draft in drafts for name in _used_options(draft))}
+        used = {"draft", "draft_options", *(name for draft in drafts for name in _used_options(draft))}
         if any(len(each) > 1 for each in found):
             used.add("auto_drafts")
-        pairs = chain.from_iterable(each.items() for each in options)
+        pairs = chain.from_iterable((each | parse_options(each.get("draft_options", ()))).items() for each in options)
         chosen_by = (None, (), FULL_BUDGET)  # not given, or it has chosen the policy
         if unused := dict.fromkeys(name for name, value in pairs if name not in used and value not in chosen_by):
             first = [each[0].options() for each in found]
             kinds = [" by ".join(filter(None, [each["draft"], each.get("draft_policy")])) for each in first]
             note_without_effect(unused, f"not for draft {' and '.join(dict.fromkeys(kinds))}")
         for draft in drafts:
+            require_gamma(draft.gamma, self.LEAST_GAMMA)
             draft.check()
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftNumbers(DraftOptions):
+    """The draft."""
+
+    gamma: Given[int | Literal["auto"]] = None
+    """tokens drafted per round (default: 3); auto: 0 to 6, chosen before every round by measured costs and the
+    acceptance so far"""
+    gamma_schedule: Given[Literal["constant", "heuristic", "confidence", "auto"]] = None
+    """how far rows draft. constant: gamma tokens; heuristic: two more if all of the last were accepted, else a
+    token less; confidence: while a draft model is sure; auto: as --gamma auto (default: constant, or auto with it)"""
+    confidence_threshold: Given[float | Literal["auto"]] = None
+    """--gamma_schedule confidence: a row stops after a token less probable than this (default: 0.4); auto: by
+    acceptance so far"""
+    p_min: Given[float] = None
+    """--gamma_schedule confidence: a row stops before a token if the most probable is below this (default: 0)"""
+    draft_policy: Annotated[str | None, POLICY] = None
+    draft_budget: Annotated[int | Literal["auto"] | None, BUDGET] = None
+    """KV entries per row: sinks or selected entries, and recent ones (default: 512); -1 is --draft_policy full; auto,
+    for self-drafts: whichever of 64, 128, 256, 512 and 1024 pays best, chosen while decoding"""
+    auto_drafts: tuple[str, ...] = ()
+    """drafts that --gamma auto may take instead of the draft, in any round, if they pay more: self, or from text"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +166,13 @@ class DraftFlags(DraftNumbers):
     """The draft."""
 
     draft: Annotated[str | None, DRAFT] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedDraft(DraftFlags):
+    """The draft."""
+
+    LEAST_GAMMA: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +184,8 @@ class ModelDraft(DraftFlags):
     draft_model: Annotated[str | None, arg(name="model", help_behavior_hint="")] = None
     """the draft's converted checkpoint; of dflash, eagle and medusa: the head as it was published, a folder or its
     weights"""
+    draft_ranks: Annotated[tuple[int, ...] | None, DRAFT_RANKS] = None
+    """standalone: ranks that share the draft (default: those of --rank_group)"""
 
 
 def _used_options(draft: DrafterConfig) -> Sequence[str]:

@@ -20,17 +20,10 @@ from kv_cache import Policy
 from kv_cache.policy import BudgetedPolicy, policies
 
 DEFAULT_POLICY = "streaming"
-# Fields of configurations that are configurations.
-PARTS = ("policy", "draft", "texts")
 # A budget that means the policy `full`.
 FULL_BUDGET = -1
 NAME = re.compile(r"(?:([\w+]+)\+)?(\w+)(?::(.+?))?(?:=(\w+))?(?:@([1-9]\d*|constant|heuristic|confidence|auto))?")
 BUDGETED = [name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy)]
-
-
-def kinds_with_options() -> list[Any]:
-    """Return the configurations of all drafts, policies and wrappers."""
-    return [*drafters().values(), *policies().values(), *wrappers()]
 
 
 def required_options(kind: type[DrafterConfig]) -> list[str]:
@@ -92,6 +85,7 @@ def drafts_of(given: Mapping[str, Any]) -> tuple[DrafterConfig, ...]:
         if (named := given.setdefault("draft_policy", "full")) != "full":
             policy, what = flag("draft_policy"), f"a budget of {FULL_BUDGET} keeps everything"
             refuse("draft_budget", f"-1 with {policy} {named}", "a number of entries", what, f"leave out {policy}")
+    given |= parse_options(given.pop("draft_options", ()))
     kinds = [_known("draft", given["draft"], drafters())]
     others = {name: drafters()[name] for name in ALONE}
     kinds += [_known("auto_drafts", kind, others) for kind in given.get("auto_drafts", ())]
@@ -134,7 +128,8 @@ def _known(field: str, name: str, kinds: Mapping[str, Any], *others: str) -> Any
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
     """Return the options of NAME=VALUE pairs. Errors: ConfigError for a name that no draft, policy or wrapper has."""
-    known = {option.name for kind in kinds_with_options() for option in fields(kind)}.difference(PARTS)
+    kinds: list[Any] = [*drafters().values(), *policies().values(), *wrappers()]
+    known = {option.name for kind in kinds for option in fields(kind)} - {"policy", "draft"}
     parsed = dict[str, Any]()
     for pair in pairs:
         name, is_pair, value = pair.partition("=")

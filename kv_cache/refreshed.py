@@ -192,7 +192,7 @@ class Refreshed(SnapKV):
 
     of_self_drafts: ClassVar[bool] = True
     n_sink: int = 4
-    """attention sinks in the budget; of a policy that chooses chunks, rounded up to whole ones"""
+    """attention sinks in the budget, rounded up to whole chunks"""
     refresh: int = 4
     """rounds after which entries are chosen anew"""
 

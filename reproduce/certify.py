@@ -3,8 +3,7 @@
     python -m reproduce.certify --dtype bfloat16 --tokens 20000 --output reproduction/certify.jsonl
 
 docs/lossless.md, "The certificate", describes calibration and comparison. Temperature 0 certifies the greedy mode, any
-higher temperature the coupled mode. The default budget of the draft is 256. Exit code 0 if the certificate holds, 1 if
-not, 2 if it could not be made.
+higher temperature the coupled mode. Exit code 0 if the certificate holds, 1 if not, 2 if it could not be made.
 """
 
 import math
@@ -16,10 +15,10 @@ import torch
 from tyro.conf import arg
 
 import bench
-from bench.config import AUTO, BatchSize, Output, RunConfig, Sampling, Sizes, Target, Text
-from bench.draft_flags import DraftNumbers
+from bench.config import BatchSize, Output, RunConfig, Sampling, Sizes, Target, Text
+from bench.draft_flags import BUDGET, DraftOptions
 from common import cli
-from common.errors import refuse, require_at_least
+from common.errors import require_at_least
 from common.jsonl import publish
 from common.say import say
 from engine.controller import Fixed
@@ -32,11 +31,14 @@ class Flags:
 
     target: Target = field(default_factory=Target)
     text: Text = field(default_factory=Text)
-    draft: DraftNumbers = field(default_factory=lambda: DraftNumbers(gamma=3, draft_budget=256))
+    draft: DraftOptions = field(default_factory=DraftOptions)
     output: Output = field(default_factory=Output)
     tokens: int = 2000  # tokens to certify, over all rows
     B: BatchSize = 8  # rows decoded together
     prefix_len: int = 1000  # prompt tokens of the longest row
+    gamma: int = 3  # tokens drafted per round
+    draft_budget: Annotated[int, arg(aliases=BUDGET.aliases)] = 256  # the draft's KV entries per row
+    draft_policy: str = "streaming"  # what the draft's cache keeps
     temperature: float = 0.0  # 0: greedy; higher: the coupled mode
     seed: Annotated[int | None, arg(help_behavior_hint="(default: 0)")] = None  # of the coupled mode's noise
     calibration_positions: int = 256  # forced tokens per row that measure eps
@@ -48,21 +50,19 @@ class Flags:
     @property
     def n_forced(self) -> int:
         """Return the number of forced tokens per row, in whole blocks."""
-        n_token = self.draft.gamma + 1
-        return math.ceil(self.calibration_positions / n_token) * n_token
+        return math.ceil(self.calibration_positions / (self.gamma + 1)) * (self.gamma + 1)
 
     def config(self) -> RunConfig:
         """Return the run, with room for the forced tokens. Errors: ConfigError."""
-        if automatic := (draft := self.draft.config()).automatic:
-            refuse(automatic[0], AUTO, "a number", "a certificate is of blocks of one size over one cache")
-        numbers = vars(self) | {"gamma": draft.gamma}
         for name in ("tokens", "B", "gamma", "calibration_positions"):  # at gamma 0 there is nothing to certify
-            require_at_least(name, numbers[name], 1)
+            require_at_least(name, getattr(self, name), 1)
         require_at_least("prefix_len", self.prefix_len, self.B + 1)  # rows differ; each has a BOS and some text
         self.target.require_trained("random weights certify nothing")
         sizes = Sizes(self.B, self.prefix_len, max(self.gen_len, self.n_forced))
         mode = "coupled" if self.temperature else "greedy"
         sampling = Sampling(self.temperature, seed=self.seed, verification=mode)
+        chosen = {name: getattr(self, name) for name in ("gamma", "draft_policy", "draft_budget")}
+        draft = self.draft.config(**chosen)
         return RunConfig(self.target, self.text, sizes, sampling=sampling, output=self.output, draft=draft)
 
 

@@ -102,7 +102,6 @@ class Hybrid(Wrapper):
 
     texts: tuple[HostDrafterConfig, ...]
     text_match: int = 8
-    """tokens that --text_drafts have to have found a guess by, for it to stand in for the model's"""
 
     @classmethod
     def around(cls, draft: DrafterConfig, given: Mapping[str, Any], made: Maker) -> DrafterConfig:

@@ -121,17 +121,14 @@ class DraftPlan(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig(ABC):
-    """Options of a draft: its fields are flags, their docstrings the help. A draft that wraps drafts has no `name`."""
+    """Options of a draft; the fields are its flags (bench/draft_flags.py). A draft that wraps drafts has no `name`."""
 
     name: ClassVar[str]
     TRAITS: ClassVar[Trait] = Trait.NONE
     SCHEDULES: ClassVar[tuple[str | None, ...]] = (None, "constant", "heuristic", AUTO)
 
     gamma: int | Literal["auto"] = 3
-    """tokens drafted per round; auto: 0 to 6, chosen before every round by measured costs and the acceptance so far"""
     gamma_schedule: Literal["constant", "heuristic", "confidence", "auto"] | None = None
-    """how far rows draft. constant, the default: gamma tokens; heuristic: two more if all of the last were accepted,
-    else a token less; confidence: while a draft model is sure; auto: as --gamma auto"""
 
     @abstractmethod
     def plan(self, target: PlannedTarget) -> DraftPlan:

@@ -89,7 +89,6 @@ class MarkovConfig(HostDrafterConfig):
 
     name: ClassVar[str] = "markov"
     markov_table: str
-    """a file that reproduce/markov_table.py wrote"""
 
     def check(self) -> None:
         super().check()

@@ -155,18 +155,10 @@ class ModelDrafterConfig(DrafterConfig):
 
     policy: Policy = field(default_factory=Streaming)
     draft_dtype: Literal["auto", "same"] | Dtype = "auto"
-    """dtype of the draft's weights and cache; same: the target's (a self-draft then shares its weights); auto: bfloat16
-    next to a float32 target on a CPU that computes in bfloat16, else same"""
     draft_weights: Literal["auto", "same"] | Scheme = "auto"
-    """the draft's linear layers in 8 or 4 bits; same: as its dtype says, or a self-draft's as the target's; auto: on a
-    CPU with AVX2, or a GPU that it is faster on, int8, or int4 for a model that was published in 4 bits, if neither
-    --draft_dtype nor --quantize is given, else same"""
     draft_kv_dtype: Literal["same"] | KVDtype = "same"
-    """entries of the draft's KV cache"""
     confidence_threshold: float | Literal["auto"] = THRESHOLD
-    """--gamma_schedule confidence: a row stops after a token less probable than this; auto: by acceptance so far"""
     p_min: float = 0.0
-    """--gamma_schedule confidence: a row stops before a token if the most probable is below this"""
 
     @property
     def automatic(self) -> tuple[str, ...]:

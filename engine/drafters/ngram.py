@@ -76,7 +76,6 @@ class NGramConfig(TextConfig):
 
     name: ClassVar[str] = "ngram"
     max_ngram: int = 3
-    """longest match that is looked for"""
 
     def check(self) -> None:
         super().check()

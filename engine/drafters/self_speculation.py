@@ -85,7 +85,6 @@ class SelfConfig(ModelDrafterConfig):
 
     name: ClassVar[str] = "self"
     draft_layers: str | None = None
-    """layers that it runs, such as 0-9,20-29: it skips the others (default: all)"""
 
     @property
     def layers(self) -> tuple[int, ...] | None:

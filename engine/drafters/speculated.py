@@ -118,13 +118,9 @@ class Hierarchical(Wrapper):
     """A self-draft that has a draft."""
 
     draft: SelfConfig
-    draft_of_draft: str
-    """self: the draft of the draft: copies from the row's text (ngram); the same model (streaming) or a smaller model,
-    given by its converted checkpoint, over --inner_budget entries"""
+    draft_of_draft: str = "ngram"  # or streaming, or the checkpoint of a smaller model
     inner_gamma: int = 2
-    """--draft_of_draft: tokens that are drafted for each forward of the draft"""
     inner_budget: int = 64
-    """--draft_of_draft streaming or a model: KV entries per row, sinks and recent ones together"""
 
     @classmethod
     def around(cls, draft: DrafterConfig, given: Mapping[str, Any], made: Maker) -> DrafterConfig:

@@ -101,7 +101,6 @@ class StandaloneConfig(ModelDrafterConfig):
     TRAITS: ClassVar[Trait] = Trait.SECOND_MODEL
     draft_model: str
     draft_ranks: tuple[int, ...] | None = None
-    """ranks that share the draft (default: those of --rank_group)"""
 
     def check(self) -> None:
         super().check()

@@ -157,10 +157,7 @@ class SuffixConfig(HostDrafterConfig):
 
     name: ClassVar[str] = "suffix"
     draft_text: str | None = None
-    """file of a text in which matches are looked up, too, such as one that the answer repeats with changes"""
     keep_answers: int = 0
-    """contexts that are kept of the answers to each of the latest 32 prompts, to draft by for requests of the same
-    prompt"""
 
     @property
     def traits(self) -> Trait:

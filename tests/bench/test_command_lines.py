@@ -133,7 +133,7 @@ def test_what_is_no_draft_is_refused(name: str) -> None:
 
 
 def test_a_name_and_options_are_a_configuration() -> None:
-    given = {**parse_draft("suffix+self=snapkv@5"), "snapkv_window": 16, "text_match": 4}
+    given = {**parse_draft("suffix+self=snapkv@5"), "snapkv_window": 16, "draft_options": ("text_match=4",)}
     draft = SelfConfig(gamma=5, policy=SnapKV(snapkv_window=16))
     assert drafts_of(given) == (Hybrid(gamma=5, draft=draft, texts=(SuffixConfig(gamma=5),), text_match=4),)
 
@@ -143,4 +143,4 @@ def test_a_name_and_options_are_a_configuration() -> None:
 )
 def test_an_option_that_no_draft_has_is_refused(pair: str, fix: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){pair}.*{fix}"):
-        DraftFlags(draft_options=(pair,)).given()
+        drafts_of({"draft": "self", "draft_options": (pair,)})
