@@ -57,7 +57,7 @@ def parse_draft(name: str, field: str = "draft", *, is_whole: bool = False) -> d
             return {"draft": "standalone", "draft_model": name}
         if "policy" in names and policy not in ("", AUTO):
             _known("draft_policy", policy, policies(), AUTO)
-        near = get_close_matches(model, [*ALONE, *WITH_MODEL], 1)
+        near = [] if "+" in name else get_close_matches(model, [*ALONE, *WITH_MODEL], 1)
         fix = f"use {near[0]}{':PATH' * (near[0] in WITH_MODEL)}" if near else "check the spelling and the folder"
         refuse(field, name[:80], FORMS, "there is no such draft", fix)
     options: dict[str, Any] = {"draft": kind, "draft_model": path, "draft_policy": policy, "text_drafts": texts}
@@ -135,7 +135,7 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
         name, is_pair, value = pair.partition("=")
         if not is_pair or name not in known:
             near = [*get_close_matches(name, sorted(known), 1), "NAME"]
-            required = "NAME=VALUE, with an option of a draft or policy (docs/flags.md)"
+            required = "NAME=VALUE, with an option of a draft or policy (see --help)"
             what, fix = "no draft or policy has this option", f"use {near[0]}=VALUE"
             refuse("draft_options", pair[:80], required, what, fix)
         parsed[name] = parse_value(value)

@@ -255,8 +255,9 @@ def _without_unused(config: RunConfig, device: str, has_text: bool, has_prompts:
         rows = replace(rows, prompts=None, stop_at_eos=False)
     if config.sampling.min_tokens and not (rows.stop_at_eos or has_prompts):
         note_without_effect(["min_tokens"], f"rows have a fixed length without {flag('stop_at_eos')}")
-    dataset = None if config.text.dataset == AUTO else config.text.dataset
-    given = {"prefix_len": config.sizes.prefix_len, "num_prompts": rows.num_prompts, "dataset": dataset}
+    if rows.prompts and config.text.dataset != AUTO:
+        note_without_effect(["dataset"], f"prompts are those of {flag('prompts')}")
+    given = {"prefix_len": config.sizes.prefix_len, "num_prompts": rows.num_prompts}
     if (has_prompts or rows.prompts) and (unused := [name for name, value in given.items() if value]):
         note_without_effect(unused, "prompts are taken whole, and all of them")
     if rows.chat and rows.prompts is None and not has_prompts:

@@ -127,7 +127,8 @@ class Session:
         """
         plan = self.plan
         if gen_len is not None:
-            plan = replace(plan, target=replace(plan.target, gen_len=gen_len))
+            config = replace(plan.config, sizes=replace(plan.config.sizes, gen_len=gen_len))
+            plan = replace(plan, config=config, target=replace(plan.target, gen_len=gen_len))
         if sampling is not None:
             plan = plan.with_sampling(sampling)
         if drafts is not None:

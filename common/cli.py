@@ -92,13 +92,14 @@ def _plain(message: str) -> str:
 def _refusal(prog: str, message: str, words: Sequence[str]) -> ConfigError:
     """Return the error for a command line that tyro refused with a message."""
     chosen = r"(?:invalid choice '(.*)' for argument '(.*)'\. )?Expected one of [({](.*?)[)}]"
-    number = r"Error parsing (\S+): (?:no type matching (\S+) .*?)?.*?(int\(\)|float)[^']*'(.*?)'"
-    if parsed := re.match(number, message):
-        where, kinds, kind, value = parsed.groups()
-        required = "an integer" if kind == "int()" else "a number"
-        others = [name for name in re.split(r"[|{}]+", kinds or "") if name not in ("", "INT", "FLOAT")]
+    number = r"(invalid literal for int\(\) with base 10|could not convert string to float): (['\"])(.*?)\2"
+    if (flag := re.match(r"Error parsing (\S+):", message)) and (parsed := re.search(number, message)):
+        reason, _, value = parsed.groups()
+        required = "an integer" if "int" in reason else "a number"
+        kinds = re.search(r"no type matching (\S+)", message)
+        others = [name for name in re.split(r"[|{}]+", kinds[1] if kinds else "") if name not in ("", "INT", "FLOAT")]
         what, fix = "a flag has no such value", f"give {required}"
-        return ConfigError(what, where, value, " or ".join([required, *others]), fix)
+        return ConfigError(what, flag[1], value, " or ".join([required, *others]), fix)
     if (listed := re.search(chosen, message)) is None:
         return _unreadable(prog, message)
     value, where, names = listed.groups()

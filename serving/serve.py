@@ -69,10 +69,8 @@ class Http:
         key = os.environ.get(API_KEY) if self.api_key is None else self.api_key
         if key is not None and not (key.strip() and key.isprintable()):
             seen = repr("".join(char for char in key if not char.isprintable()) or key)  # a message shows no secret
-            required, fix = (
-                "printable characters, which a header can carry",
-                "take these characters out",
-            )
+            required = "printable characters, which a header can carry"
+            fix = "take these characters out" if key.strip() else f"unset {API_KEY} to serve without a key"
             refuse(f"{flag('api_key')} or ${API_KEY}", seen, required, "clients cannot bring this key", fix)
         return key and key.strip()
 

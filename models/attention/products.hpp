@@ -13,9 +13,10 @@ struct Ahead {
     const char *at, *until;
     int64_t per_row, step = 0;  // bytes per query row, and per call of `ask`
 
-    Ahead(const void* tile, int64_t bytes, int n_row) : at((const char*)tile), until(at), per_row(bytes / n_row) {}
+    Ahead(const void* tile, int64_t bytes, int n_row)
+        : at((const char*)tile), until(at), per_row((bytes + n_row - 1) / n_row) {}
     // Starts the arithmetic of n_row query rows, which calls `ask` n_call times.
-    void begin(int n_row, int n_call) { step = per_row * n_row / n_call; }
+    void begin(int n_row, int n_call) { step = (per_row * n_row + n_call - 1) / n_call; }
     void ask() {
         for (until += step; at < until; at += 64) __builtin_prefetch(at, 0, 2);
     }

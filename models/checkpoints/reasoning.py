@@ -14,7 +14,8 @@ def reasons_after(prompt: str) -> bool | None:
 
 def certain_end(text: str, marks: Collection[str]) -> int:
     """Return the end of the part of a growing text that holds no beginning of a mark that further text may complete."""
-    starts = range(max(0, len(text) - max(map(len, marks), default=0)), len(text))
+    first, longest = {mark[:1] for mark in marks}, max(map(len, marks), default=0)
+    starts = (i for i in range(max(0, len(text) - longest), len(text)) if text[i] in first)
     return next((i for i in starts if any(mark.startswith(text[i:]) for mark in marks)), len(text))
 
 

@@ -64,8 +64,8 @@ def multiplies_floats(shape: Sequence[int]) -> bool:
 
 
 def pack_words(weight: Tensor, block: int = BLOCK) -> Tensor:
-    """Pack `[d_out, d_in]` for the kernel: blocks of outputs, in a block words of inputs, of which an output has two in
-    bfloat16 or one in float32. Inputs in float32 need blocks of FLOAT_BLOCK."""
+    """Pack `[d_out, d_in]` for the kernel: blocks of outputs, and in a block words of 32 bits along the inputs. A word
+    holds two bfloat16, or one float32. A layer with inputs in float32 needs blocks of FLOAT_BLOCK."""
     return weight.unflatten(1, (-1, 4 // weight.itemsize)).unflatten(0, (-1, block)).transpose(1, 2).contiguous()
 
 

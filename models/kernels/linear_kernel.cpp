@@ -68,7 +68,7 @@ inline float round_to_int8(const Number* x, int64_t n, int8_t* to, uint32_t& sum
     return scale;
 }
 
-// Prefetches the next block into L2 while this block is multiplied: so many bytes at every step.
+// Prefetches the next block into L2 while this block is multiplied. bytes: how many at every step.
 struct Prefetch {
     const char* at;
     int bytes;
@@ -382,7 +382,7 @@ void multiply_floats(const Call<float>& call, int n_thread) {
             const char* next = call.weights + (output / FLOAT_OUTPUTS + 1) * block_bytes;  // each group prefetches a part
             for (int64_t row = first; row < last; row += per_group, next += group_bytes)
                 with_rows<ROWS>(std::min(per_group, last - row), [&](auto size) {
-                    multiply_block<size, N>(call, row, output, {next, 4 * FLOAT_OUTPUTS / (int)n_group});
+                    multiply_block<size, N>(call, row, output, {next, (int)((4 * FLOAT_OUTPUTS + n_group - 1) / n_group)});
                 });
         }
     }

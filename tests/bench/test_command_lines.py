@@ -100,6 +100,7 @@ def test_a_token_is_not_repeated():
         (BENCHMARKS[2], "--drft-budget 128 --gama=3", ["--drft_budget, --gama\n", "use --draft_budget, --gamma,"]),
         (COST_MODEL, "--modl x", ["--modl", "use --model,"]),
         (BENCHMARKS[0], "--B many", ["--batch_size/--B", "many", "give an integer"]),
+        (BENCHMARKS[2], "--confidence_threshold x", ["--confidence_threshold", "seen:     x", "a number or auto"]),
         (BENCHMARKS[2], "--draft_budget 1.5", ["--draft_budget", "1.5", "an integer or auto"]),
         (BENCHMARKS[2], "--draft self:streming", ["streming", "snapkv, ", "use streaming"]),
         (BENCHMARKS[2], "--draft_policy streming", ["streming", "snapkv, ", "use streaming"]),
