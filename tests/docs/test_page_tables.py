@@ -9,7 +9,9 @@ import pytest
 from common.errors import DataError
 from reproduce import tables
 from reproduce.helpers.records import read_records, selected
-from tests.support.programs import run
+from serving.chat_schemas import ChatCompletion
+from serving.schemas import NEUTRAL, Completion, Generate, Parameters
+from tests.support.programs import ROOT, run
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
@@ -40,6 +42,15 @@ def test_rows_are_selected_by_conditions():
     for condition, message in (("text=passkey", "book, sampled"), ("txt=book", "no such column")):
         with pytest.raises(DataError, match=message):
             selected(rows, [condition])
+
+
+def test_the_page_of_the_server_names_every_field_of_requests():
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    names = {*NEUTRAL}
+    for body in (Completion, ChatCompletion, Generate, Parameters):
+        for name, field in body.model_fields.items():
+            names |= {*getattr(field.validation_alias, "choices", [field.validation_alias or name])}
+    assert not [name for name in names if f"`{name}`" not in page]
 
 
 def test_a_table_of_other_records_has_the_published_number_beside_them(tmp_path: Path):

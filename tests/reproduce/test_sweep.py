@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from common import cli
+from common.checkout import ROOT
 from common.errors import UserError
 from common.jsonl import read_lines
 from reproduce import sweep
@@ -114,6 +115,13 @@ def test_a_grid_is_the_product_of_its_axes_and_can_be_changed(tmp_path: Path):
     first, *_, last = make_cells(read_grid(str(path)), given)
     assert first.flags == {"benchmark": True, "B": 2, "budgets": [32, 64], "seed": 1, "dtype": "float32"}
     assert last.flags == {"seed": 1, "dtype": "float32"}
+
+
+@pytest.mark.parametrize("grid", sorted((ROOT / "reproduce/grids").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_grids_name_scripts_that_are_there(grid: Path):
+    cells = make_cells(read_grid(str(grid)), {})
+    assert len({*map(str, cells)}) == len(cells) > 0
+    assert all((ROOT / cell.script).is_file() for cell in cells)
 
 
 def test_a_misspelt_flag_is_found_before_the_first_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -22,7 +22,7 @@ from common.errors import UserError
 
 COST_MODEL = "python -m cost_model"
 BENCHMARKS = tuple(f"tests/{name}_benchmark.py" for name in ("baseline", "longspec", "selfspec"))
-FORK = get_context("fork")
+FORK, FORK_SECONDS = get_context("fork"), 600
 TERMINAL = tuple(f"foretoken.py {name}" for name in ("compare", "latency", "eval", "chat", "serve"))
 
 
@@ -114,7 +114,8 @@ def run_here(command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[
 
 
 def in_fork(do: Callable[[], object], folder: Path = ROOT) -> Ended:
-    """Call `do` in a child of this process, in a folder; return its end. A new process would import PyTorch anew."""
+    """Call `do` in a child of this process, in a folder; return its end. A new process would import PyTorch anew.
+    A child that takes too long is killed, and the test fails."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
 
         def child() -> None:
@@ -126,9 +127,14 @@ def in_fork(do: Callable[[], object], folder: Path = ROOT) -> Ended:
 
         process = FORK.Process(target=child)
         process.start()
-        process.join()
+        process.join(FORK_SECONDS)
+        is_late = process.is_alive()
+        if is_late:
+            process.kill()
+            process.join()
         out.seek(0)
         err.seek(0)
+        assert not is_late, f"it took longer than {FORK_SECONDS} s\n{out.read()}{err.read()}"
         return Ended(process.exitcode, out.read(), err.read())
 
 

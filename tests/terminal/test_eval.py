@@ -26,7 +26,8 @@ from tests.support.witness import FakeConfig, FakeModel
 
 
 def test_intervals_are_published_ones() -> None:
-    """Of Newcombe 1998, Statistics in Medicine 17, 857-872, table I, method 3, and of `ci.prop.ps` in R's statpsych."""
+    """Wilson's interval is that of Newcombe 1998, Statistics in Medicine 17, 857-872, table I, method 3, and the paired
+    one that of `ci.prop.ps` in R's statpsych."""
     assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
     assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
     assert paired_difference(4, 26, 48) == pytest.approx((0.2548067, 0.6251933), abs=1e-7)

@@ -20,7 +20,15 @@ from models.checkpoints.loading import drop_layers, expected_shapes, load_model,
 from models.checkpoints.model_source import find_model
 from models.checkpoints.tokenizer import load_tokenizer
 from models.config import ModelConfig
-from tests.support.checkpoint_folders import HF_CONFIG, hf_weights, write_side_files, write_source, write_weights
+from tests.support.checkpoint_folders import (
+    HF_CONFIG,
+    VOCABULARY,
+    hf_weights,
+    save_tokenizer,
+    write_side_files,
+    write_source,
+    write_weights,
+)
 from tests.support.gguf_files import convert_tiny_gguf, write_tiny_gguf
 from tests.support.hf_tiny import SHAPE, random_model, save_folder
 
@@ -78,6 +86,17 @@ def test_a_converted_checkpoint_has_the_weights_of_its_source(tmp_path: Path, la
     model = load_model(tmp_path / "model.pth", prepack=False)
     assert_same(dict(model.state_dict()), stacked(weights, config))
     assert not any(parameter.requires_grad or parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_text_whose_tokenizer_has_one_id_too_many_is_refused(source: Path) -> None:
+    save_tokenizer(source, [*VOCABULARY, "he"], [("t", "h"), ("h", "e")])
+    convert(source, source)
+    model = find_model(str(source), "pth", None, "--model")
+    last, beyond = map(model.tokenizer().encode, ("th", "he"))
+    assert [last, beyond] == [[CONFIG.vocab_size - 1], [CONFIG.vocab_size]]
+    model.check_tokens([last, last])
+    with pytest.raises(CheckpointError, match=f"not this model's(?s:.*)token id {CONFIG.vocab_size}"):
+        model.check_tokens([last, [*beyond, *last]])
 
 
 def test_weights_are_stored_and_loaded_in_a_given_dtype(source: Path) -> None:
