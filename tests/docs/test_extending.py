@@ -15,7 +15,7 @@ FUTURE, TABLE = "from __future__ import annotations\n\n", "POLICIES = {\n"
 ROOMS = ("common", "kv_cache", "models", "engine", "bench", "cost_model", "terminal", "serving", "reproduce", "tests")
 FILES = "kv_cache/key_norm.py", "kv_cache/value_norm.py", "kv_cache/late_key_norm.py", "engine/drafters/again.py"
 NAMED = "again+self=key_norm"
-OPTIONS = ["--norm_order", "1", "--draft_options", "period=2", "--snapkv_window", "8", "--text_match", "2"]
+OPTIONS = ["--draft_options", "norm_order=1", "period=2", "--snapkv_window", "8", "--text_match", "2"]
 MATRIX = ["-q", "-k", "key_norm or reference[0]", "tests/kv_cache/test_policies.py", "tests/engine/test_witness.py"]
 # Runs programs one after another in the copy, opens a server's session, and runs tests.
 PROGRAMS = """
