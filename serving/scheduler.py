@@ -92,9 +92,10 @@ class Scheduler(Progress):
     """The only user of a session's `Decoder`. `submit`, `cancel` and `stop` are for any thread of the leader; `run` is
     for the thread that opened the session, on every rank.
 
-    running: requests that have not ended, by number. publish: called on the leader with the updates of each prefill
-    and each round. round_seconds: seconds in rounds. between_seconds: seconds in neither a round nor a prefill while a
-    request decodes. step_began: when the present step began, by `time.perf_counter`; None while idle."""
+    requests: those that have not ended, by number, waiting ones included. publish: called on the leader with the
+    updates of each prefill and each round. round_seconds: seconds in rounds. between_seconds: seconds in neither a
+    round nor a prefill while there are requests. step_began: when the present step began, by `time.perf_counter`; None
+    while idle."""
 
     def __init__(self, session: Session, controller: Controller, batch: Batch) -> None:
         self.publish: Callable[[list[Update]], None] = lambda updates: None
@@ -108,7 +109,7 @@ class Scheduler(Progress):
         self._decoder = Decoder(session.runner, controller, **how)
         self._decoder.expect(session.plan.sampling)
         self._inbox: SimpleQueue[Order] = SimpleQueue()
-        self.running: dict[int, ServedRequest] = {}
+        self.requests: dict[int, ServedRequest] = {}
         self.step_began: float | None = None
 
     def submit(self, request: ServedRequest) -> None:
@@ -125,14 +126,14 @@ class Scheduler(Progress):
     def run(self) -> None:
         """Step until `stop`. Errors: whatever the engine raises; RankError and RuntimeError for a lost rank."""
         while True:
-            began, was_idle, prefilled = time.perf_counter(), not self.running, self._decoder.prefill_seconds
+            began, was_idle, prefilled = time.perf_counter(), not self.requests, self._decoder.prefill_seconds
             orders = self._ranks.broadcast_object(self._orders)
             if None in orders:
                 self._runner.drop_graphs()  # a communicator waits for graphs that it is part of
                 return
             for order in orders:
                 self._obey(order)
-            done = self._decoder.step() if self.running else None
+            done = self._decoder.step() if self.requests else None
             self.emitted()
             self._log_verified()
             if done is not None:
@@ -143,7 +144,7 @@ class Scheduler(Progress):
     def _orders(self) -> list[Order]:
         """Return what has come for every rank to obey before a step. Waits while there is nothing to do."""
         self.step_began = None
-        orders, waits = list[Order](), not self.running
+        orders, waits = list[Order](), not self.requests
         with suppress(Empty):
             while True:
                 orders.append(self._inbox.get(waits, HEARTBEAT_SECONDS))
@@ -153,18 +154,18 @@ class Scheduler(Progress):
 
     def _obey(self, order: Order) -> None:
         if isinstance(order, ServedRequest):
-            self.running[order.index] = order
+            self.requests[order.index] = order
             try:
                 self._decoder.submit(order)
             except UserError as error:
                 order.finish_reason, order.error = "error", str(error)
-        elif order in self.running:
-            self._decoder.cancel(self.running.pop(order))
+        elif order in self.requests:
+            self._decoder.cancel(self.requests.pop(order))
 
     def emitted(self, n_tokens: int = 0) -> None:
         """Publish new tokens; the first token after a prompt is published before the round that follows."""
-        running = list(self.running.values())
-        new = [request for request in running if len(request.tokens) > request.n_published or request.finish_reason]
+        requests = list(self.requests.values())
+        new = [request for request in requests if len(request.tokens) > request.n_published or request.finish_reason]
         if new:
             self.publish([self._update(request) for request in new])
 
@@ -189,7 +190,7 @@ class Scheduler(Progress):
         drafted, accepted = counts.drafted - request.drafted, counts.accepted - request.accepted
         request.n_published, request.drafted, request.accepted = len(request.tokens), counts.drafted, counts.accepted
         if request.finish_reason is not None:
-            del self.running[request.index]
+            del self.requests[request.index]
         reason, now, n = request.finish_reason, time.perf_counter(), min(request.n_predicted, drafted)
         return Update(request, tokens, logprobs, drafted, accepted, counts.rounds, now, reason, n)
 

@@ -19,7 +19,7 @@ LONG = {"max_new_tokens": 200}
 
 
 def n_rows(served: Served) -> int:
-    requests = list(served.server.service.scheduler.running.values())
+    requests = list(served.server.service.scheduler.requests.values())
     return sum(request.started > 0 for request in requests)
 
 

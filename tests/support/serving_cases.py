@@ -130,7 +130,7 @@ class Served:
 
     def until_idle(self) -> None:
         scheduler = self.server.service.scheduler
-        self.until(lambda: not (self.answers or scheduler.running), "idle")
+        self.until(lambda: not (self.answers or scheduler.requests), "idle")
 
     @property
     def answers(self) -> dict[int, Any]:
