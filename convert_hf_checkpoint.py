@@ -81,7 +81,7 @@ def convert(
     hf_config.pop("quantization_config", None)  # weights are plain from here on
     if isinstance(kinds := hf_config.get("layer_types"), list):
         hf_config["layer_types"] = [kind for layer, kind in enumerate(kinds) if layer not in layers_to_drop]
-    if config.unrotated_layers:
+    if source.config.unrotated_layers:
         hf_config["no_rope_layers"] = [int(layer not in config.unrotated_layers) for layer in range(config.n_layer)]
     recipe: dict[str, Any] = {
         "files": files.describe(checkpoint_dir, [*(path.name for path in source.files), *source.side_files]),

@@ -19,6 +19,8 @@ from models.checkpoints.download_hub import download_repo
 class Flags:
     repo_id: Annotated[str | None, arg(help_behavior_hint="(default: the built-in model)")] = None
     """a repository such as meta-llama/Meta-Llama-3.1-8B"""
+    gguf: Annotated[str | None, arg(help_behavior_hint="")] = None
+    """the .gguf file to fetch, if the repository has several"""
     hf_token: Annotated[str | None, arg(help_behavior_hint="(default: the token of `hf auth login`)")] = None
     """access token for gated repositories"""
     out_dir: Annotated[Path | None, arg(help_behavior_hint="(default: checkpoints/REPO_ID in this repository)")] = None
@@ -28,7 +30,7 @@ class Flags:
 def main(flags: Flags) -> None:
     if flags.repo_id is not None:
         out_dir = flags.out_dir or ROOT / "checkpoints" / flags.repo_id
-        download_repo(flags.repo_id, out_dir, token=flags.hf_token)
+        download_repo(flags.repo_id, out_dir, gguf=flags.gguf, token=flags.hf_token)
     else:
         if flags.hf_token is not None:
             note_without_effect(["hf_token"], "the built-in model needs no token")

@@ -262,10 +262,11 @@ class RunConfig(PlainRun):
         if self.passes.ablate and self.passes.no_baseline:
             what, required = "drafts are compared by their speedups", f"no {flag('no_baseline')}"
             refuse("ablate", f"with {flag('no_baseline')}", required, what, f"leave out {flag('no_baseline')}")
-        records, rows = self.output.output, self.rows.save_rows
-        require_appendable(records, "output")
-        require_appendable(rows, "save_rows")
-        require_appendable(self.passes.log_verification, "log_verification")
-        if records and rows and os.path.realpath(records) == os.path.realpath(rows):
-            where, fix = f"{flag('save_rows')} and {flag('output')}", "name another file for the rows"
-            raise ConfigError("rows and records would be mixed", where, records, "two files", fix)
+        files = {"output": self.output.output, "save_rows": self.rows.save_rows}
+        files |= {"log_verification": self.passes.log_verification}
+        written = dict[str, str]()  # the flag of each file
+        for name, file in files.items():
+            require_appendable(file, name)
+            if file and (other := written.setdefault(os.path.realpath(file), name)) != name:
+                where, what = f"{flag(name)} and {flag(other)}", "lines of two kinds would be mixed"
+                raise ConfigError(what, where, file, "two files", f"name another file for {flag(name)}")

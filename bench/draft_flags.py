@@ -16,7 +16,7 @@ from bench.draft_names import (
     parse_options,
     required_options,
 )
-from common.errors import refuse
+from common.errors import flag, refuse
 from common.say import note_without_effect
 from engine.drafters.combined import text_kinds
 from engine.drafters.config import DrafterConfig, require_gamma
@@ -117,9 +117,13 @@ class DraftOptions:
 
         A note names the flags that no draft has an option for. Errors: ConfigError.
         """
-        given = self.given()
-        can_name_model = "draft_model" in type(self).__dataclass_fields__
-        named = parse_draft(given.pop("draft", self.DEFAULT), is_whole=not can_name_model)
+        given, known = self.given(), type(self).__dataclass_fields__
+        named = parse_draft(given.pop("draft", self.DEFAULT), is_whole="draft_model" not in known)
+        if {"gamma", "gamma_schedule"} & named.keys() and given.get("gamma") == getattr(type(self), "gamma", None):
+            given.pop("gamma", None)  # a program's default, such as the server's
+        if twice := [name for name in named if given.get(name, named[name]) != named[name]]:
+            what = f"{flag('draft')} names another {twice[0]}"
+            refuse(twice[0], given[twice[0]], named[twice[0]], what, f"leave out {flag(twice[0])}")
         options = [{**named, **given, **each} for each in chosen]
         found = [drafts_of(each) for each in options]
         drafts = [*chain.from_iterable(found)]

@@ -204,7 +204,7 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
         "by_row": counts_by_row(drafted.stats.rows) if drafted else None,
         "decode_tokens_per_second": tokens_per_second(drafted if speculative else baseline),
         "baseline_tokens_per_second": tokens_per_second(baseline),
-        "wall_speedup": ratio(*(output.stats.decode_seconds if output else None for output in (baseline, drafted))),
+        "wall_speedup": ratio(*(_tokens_per_wall_second(output) for output in (drafted, baseline))),
         "sequences": len(passes.last.tokens),
         "tokens_sha256": tokens_sha256(passes.last.tokens),
         "prefill_seconds": passes.prefill_seconds,
@@ -232,6 +232,11 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
     if costs and speculative:
         record |= {"measured_costs": costs_record(session, costs.by_rows), "measured_costs_seconds": costs.seconds}
     return rounded(record_of(benchmark, session, record))
+
+
+def _tokens_per_wall_second(output: Decoded | None) -> float | None:
+    """Return the new tokens per second of decoding until the last row ends."""
+    return ratio(sum(map(len, output.tokens)), output.stats.decode_seconds) if output else None
 
 
 def _phase_times(timed: Decoded | None) -> dict[str, float | None]:

@@ -31,7 +31,7 @@ def looped(x: Tensor, experts: Iterable[Callable[[Tensor], Tensor]], counts: Ten
 
 def is_grouped(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether PyTorch has a kernel for `grouped`, which reads no count on the host and so can be captured."""
-    return device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] >= 9
+    return device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 class StackedExperts(nn.Module):

@@ -118,9 +118,18 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """
     if shard.count == 1:
         return config
-    n_kv, units, ids = (len(range(*shard.span(n))) for n in (config.n_kv_head, config.ffn_dim, config.vocab_size))
+    n_kv, ids = (len(range(*shard.span(n))) for n in (config.n_kv_head, config.vocab_size))
+    units = len(range(*_unit_span(config, shard)))
     n_head = n_kv * config.group_size
     return replace(config, n_head=n_head, n_kv_head=n_kv, ffn_dim=units, vocab_size=ids, eos_tokens=())
+
+
+def _unit_span(config: ModelConfig, shard: Shard) -> tuple[int, int]:
+    """Return the first feed-forward unit of a part and the one after its last. Experts' units come in eights where they
+    can: `grouped_mm` reads rows of whole 16 bytes."""
+    step = 8 if config.n_expert and config.ffn_dim % 8 == 0 else 1
+    first, end = shard.span(config.ffn_dim // step)
+    return first * step, end * step
 
 
 def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -> Tensor:
@@ -132,7 +141,8 @@ def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -
         return tensor
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     n_kv = config.n_kv_head
-    heads, units, ids = (slice(*shard.span(n)) for n in (n_kv, config.ffn_dim, config.vocab_size))
+    heads, ids = (slice(*shard.span(n)) for n in (n_kv, config.vocab_size))
+    units = slice(*_unit_span(config, shard))
     if kind == "wqkv":  # rows of query heads, then of key heads and value heads
         n_row = n_kv * config.head_dim
         q_k_v = tensor.split([config.group_size * n_row, n_row, n_row])

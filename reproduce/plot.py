@@ -114,10 +114,12 @@ def lines_of(records: Sequence[Record], x: str, y: str, varied: Sequence[str]) -
             ", ".join(f"{name} {value}" if len(varied) > 1 else str(value) for name, value in values.items()) or "all"
         )
 
-    return {
-        name: sorted(point_of(value, rows, y) for value, rows in grouped(line, lambda row: row.get(x)).items())
-        for name, line in grouped(records, label).items()
-    }
+    lines: Lines = {}
+    groups = grouped(records, lambda row: (row.get(x) is None, label(row))).items()
+    for (has_no_x, name), line in sorted(groups, key=lambda group: group[0][0]):
+        points = sorted(point_of(value, rows, y) for value, rows in grouped(line, lambda row: row.get(x)).items())
+        lines[f"{name}, no {x}" if has_no_x and name in lines else name] = points
+    return lines
 
 
 def draw(axes: Any, lines: Lines, labels: Sequence[str], x: str, y: str) -> None:

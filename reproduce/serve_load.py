@@ -1,11 +1,11 @@
-"""Measure the server under load: speculation next to plain rounds of the same server, and next to another server.
+"""Measure the server under load: speculation next to plain rounds of the same server, and next to other servers.
 
     python -m reproduce.serve_load --output reproduction/serve_load.jsonl
     python -m reproduce.serve_load --clients 8 --turns 6
-    python -m reproduce.serve_load --clients 8 --peer http://127.0.0.1:8123 --peer_model /tmp/smollm2
+    python -m reproduce.serve_load --clients 8 --peers other=http://127.0.0.1:8123
 
 A client sends its next request to /v1/completions when the last one is answered; with --turns, the next prompt contains
-the last prompt and answer. The same requests run plainly, with speculation, and at the peer, every second time in
+the last prompt and answer. The same requests run plainly, with speculation, and at the peers, every second time in
 reverse order. Prompts are stretches from random places of a book. Before each load, short ones make the server's rows
 forget the last load.
 """
@@ -101,6 +101,15 @@ def served(flags: Sequence[str]) -> Iterator[str]:
             yield url
         finally:
             process.terminate()
+
+
+def model_of(url: str) -> str:
+    """Return the name of the model that another server has. Errors: ConfigError if it names none."""
+    try:
+        answer = httpx.get(f"{url}/v1/models", timeout=TIMEOUT_SECONDS, trust_env=False).raise_for_status()
+        return str(answer.json()["data"][0]["id"])
+    except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
+        refuse("peers", f"{url}: {error}", "a server that answers /v1/models", "no model is named", "start the server")
 
 
 async def complete(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str, seed: int) -> Answer:
@@ -213,9 +222,7 @@ class Flags:
     gen_len: int = 64  # new tokens of a request
     temperature: float = 0.0  # 0 is greedy; else requests have different seeds
     server: tuple[str, ...] = ("draft_budget=1024",)  # flags of `python -m serving`: NAME=VALUE
-    peer: str | None = None  # address of another server with OpenAI's /v1/completions
-    peer_model: str = "default"  # the peer's name of its model
-    peer_name: str = "peer"  # the peer's name in the record
+    peers: tuple[str, ...] = ()  # other servers with OpenAI's /v1/completions: NAME=URL
     text: Text = field(default_factory=Text)
     output: Output = field(default_factory=Output)
 
@@ -225,6 +232,10 @@ class Flags:
         for name, value in least.items():
             require_at_least(name, getattr(self, name), value)
         require_at_least("clients", min(self.clients), 1)
+        for peer in self.peers:
+            name, _, url = peer.partition("=")
+            if not url or name in MODES:
+                refuse("peers", peer, f"NAME=URL, and another name than {' and '.join(MODES)}")
         require_appendable(self.output.output)
 
     def n_talks(self, n_clients: int) -> int:
@@ -234,7 +245,8 @@ class Flags:
     def endpoints(self, url: str) -> dict[str, Endpoint]:
         how = {"max_tokens": self.gen_len, "temperature": self.temperature}
         found = {mode: Endpoint(url, how | {"speculate": mode == SPECULATION}) for mode in MODES}
-        return found | ({self.peer_name: Endpoint(self.peer, how | {"model": self.peer_model})} if self.peer else {})
+        others = (peer.split("=", 1) for peer in self.peers)
+        return found | {name: Endpoint(url, how | {"model": model_of(url)}) for name, url in others}
 
 
 def main(flags: Flags) -> None:

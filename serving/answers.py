@@ -137,6 +137,10 @@ class Answer:
         self._stream = TextStream(self.tokenizer)
         self._written, self._reasoning, self._said = "", "", ""  # all text, and its parts that were given out
 
+    def continue_text(self, prompt: Sequence[int]) -> None:
+        """Decode the answer as what follows a prompt that is no conversation, before the first token comes."""
+        self._stream = TextStream(self.tokenizer, prompt[-1:])
+
     @property
     def text(self) -> str:
         return "".join(token.delta for token in self.tokens)

@@ -81,7 +81,7 @@ class ChatCompletion(OpenAISpec):
     PROMPT, LENGTH = "messages", "max_completion_tokens"
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # roles: also developer (system) and tool
-    max_tokens: Annotated[Count | None, Field(validation_alias=LENGTHS)] = None  # default: a row's room
+    max_tokens: Annotated[Count | None, Field(validation_alias=LENGTHS)] = None  # default: what fits
     logprobs: Switch = False  # of the chosen tokens
     top_logprobs: Likeliest = 0  # of the likeliest, with `logprobs`
     prediction: Prediction | None = None  # a text like the answer, which `suffix` drafters read

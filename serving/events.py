@@ -31,4 +31,4 @@ async def stream(events: Events, is_openai: bool) -> Response:
 
 
 def _lines(events: Sequence[dict[str, Any]]) -> str:
-    return "".join(f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events)
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events)

@@ -198,7 +198,7 @@ class Parameters(GenerationSpec):
     PROMPT, LENGTH, WITHIN, KEEPS_STOP = "inputs", "parameters.max_new_tokens", "parameters.", True
     GRAMMAR = "parameters.grammar"
 
-    max_tokens: Annotated[Count | None, Field(validation_alias="max_new_tokens")] = None  # default: a row's room
+    max_tokens: Annotated[Count | None, Field(validation_alias="max_new_tokens")] = None  # default: what fits
     do_sample: Switch | None = None  # if not given: a temperature other than 1 or a filter means sampling
     best_of: Count = 1  # samples, of which the likeliest is answered
     details: Switch = False  # tokens, `timings` and `speculation`

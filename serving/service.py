@@ -149,6 +149,8 @@ class Service(Collector):
         begins = intake.reasons(spec, ids)
         for sample in samples:
             sample.begins = begins
+            if not isinstance(prompt[0], dict):
+                sample.continue_text(ids)
             sample.request.prompt, sample.request.limit, sample.request.group, sample.prompt = ids, limit, group, tokens
 
     def _watch(self, http: Request, answers: Sequence[Answer]) -> None:

@@ -89,7 +89,7 @@ class Latency(ModelFlags):
                 say(console(rows, COLUMNS))
             rows += latencies(plan)
         record = {"benchmark": "latency", **vars(sizes), "nb_prompts": self.nb_prompts, "rows": rows, **provenance()}
-        head = f"\n  ms per generated token, after {self.nb_prompts} prompts of {prefix_len} tokens\n"
+        head = f"\n  ms per generated token, after {self.nb_prompts * self.B} prompts of {prefix_len} tokens\n"
         note = "  threads waited for processors: no time or speedup here is to be trusted\n"
         contended = any(row["contended"] for row in rows)
         publish(self.output.output, record, head, console(rows, COLUMNS), note if contended else "", for_people=True)

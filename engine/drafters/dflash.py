@@ -53,6 +53,8 @@ class DFlash(HeadDrafter):
     def logits(self, batch: Batch, i: int, tokens: Tensor, cache: KVCache | None) -> Tensor:
         if (chain := self._head.chain) is None:
             return super().logits(batch, i, tokens, cache)
+        if not self._known.shape[-1]:  # a rank that has no part in the logits of a sharded target
+            return self._known[:, i]
         memory = self._memory if i else None
         known, self._memory = chain(self._known[:, i], self._states[:, i], tokens, memory)
         return self._head.of_target(known)

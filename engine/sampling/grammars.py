@@ -104,15 +104,16 @@ def call_grammar(tools: Mapping[str, Any], is_hermes: bool, has_tokens: bool = F
     """Return the "lark" grammar of an answer that calls a tool, as Hermes and Qwen write calls, or else Llama 3. tools:
     the JSON schema of arguments by name. has_tokens: the tags around a call are tokens, as in Qwen's vocabulary."""
     name = "arguments" if is_hermes else "parameters"
-    calls = [
-        {"properties": {"name": {"const": tool}, name: schema or {"type": "object"}}, "required": ["name", name]}
-        for tool, schema in tools.items()
-    ]
-    closed = [{"type": "object", "additionalProperties": False, **call} for call in calls]
-    call = json.dumps({"anyOf": closed, "x-guidance": JSON_FORM})
+    lines = []
+    for i, (tool, schema) in enumerate(tools.items()):
+        begin = json.dumps(f'{{"name": {json.dumps(tool)}, "{name}": ')
+        # A schema of its own for each tool: references in it begin at its root.
+        given = json.dumps((schema or {"type": "object"}) | {"x-guidance": JSON_FORM})
+        lines += [f'call{i}: {begin} arguments{i} "}}"', f"arguments{i}: %json {given}"]
+    calls = " | ".join(f"call{i}" for i in range(len(tools)))
     tags = [tag if has_tokens else f'"{tag}"' for tag in ("<tool_call>", "</tool_call>")]
     before, after = (f'{tags[0]} "\\n" ', f' "\\n" {tags[1]}') if is_hermes else ("", "")
-    return f"start: {before}call{after}\ncall: %json {call}"
+    return "\n".join([f"start: {before}({calls}){after}", *lines])
 
 
 class Masks:

@@ -123,9 +123,14 @@ def _attend_tile(
     decay = tl.exp2(best - base)
     weights = tl.exp2(scores - base[:, None])
     total = total * decay + tl.sum(weights, 1)
+    acc *= decay[:, None]
     if QUANTIZED:
         weights *= value_scale[None, :]
-    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
+    if QUANTIZED and q.dtype == tl.float16:  # small weights times a scale underflow unless they are scaled back
+        top = tl.maximum(tl.max(weights, 1), 1e-30)[:, None]
+        acc += top * tl.dot((weights / top).to(q.dtype), v.to(q.dtype), input_precision="ieee")
+    else:
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
     return new_best, total, acc
 
 

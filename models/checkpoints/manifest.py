@@ -121,6 +121,8 @@ def differing(path: Path, entry: dict[str, Any]) -> str | None:
 
 
 def downloaded_side_files(folder: Path) -> tuple[str, ...]:
-    """Return the side files that came with a folder's weights, without files that a conversion generated."""
-    generated = {name for name, entry in read_manifest(folder)["files"].items() if entry.get("generated")}
+    """Return the side files that came with a folder's weights or were edited, without others that a conversion
+    generated."""
+    entries = read_manifest(folder)["files"].items()
+    generated = {name for name, entry in entries if entry.get("generated") and not differing(folder / name, entry)}
     return tuple(name for name in SIDE_FILES if name not in generated and (folder / name).is_file())

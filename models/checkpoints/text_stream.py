@@ -1,5 +1,7 @@
 """Decode a growing list of token ids to whole characters: a character may be spread over several tokens."""
 
+from collections.abc import Sequence
+
 from models.checkpoints.tokenizer import Tokenizer
 
 # After this many tokens without a complete end, the certain part of their text is returned: it may never be complete.
@@ -10,11 +12,11 @@ INCOMPLETE = 3
 
 class TextStream:
     """The text of a row's new tokens. Each token is decoded together with the tokens before it, because some tokenizers
-    drop a space at the beginning of a text."""
+    drop a space at the beginning of a text. before: tokens that the text continues, if they end a character."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._done: list[int] = []
+        self._done = [] if tokenizer.decode(before).endswith("\ufffd") else list(before)
         self._pending: list[int] = []
 
     def add(self, token: int) -> str:

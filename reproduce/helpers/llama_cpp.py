@@ -19,25 +19,25 @@ from common.say import say
 from reproduce.helpers.batches import Batch
 from reproduce.helpers.records import Record
 
-# Types of entries; tokens of a prefill's chunk; steps of a run, and room in a row for their tokens.
-ENTRIES, N_BATCH, STEPS, ROOM = {"f16": "GGML_TYPE_F16", "q8_0": "GGML_TYPE_Q8_0"}, 512, 16, 256
+# Types of entries; tokens of a prefill's chunk; steps of a run.
+ENTRIES, N_BATCH, STEPS = {"f16": "GGML_TYPE_F16", "q8_0": "GGML_TYPE_Q8_0"}, 512, 16
 
 
 class LlamaRows:
-    """A context in which every row holds the prompt in separate cells, and has room for `room` further tokens.
+    """A context in which every row holds the prompt in separate cells, and has room for STEPS steps of `width` tokens.
 
     entries: f16 or q8_0. Entries in f16 are set up without flash attention, which is no faster for one token a row and
     slower for four; q8_0 needs it."""
 
-    def __init__(self, gguf: str, prompt: Sequence[int], rows: int, room: int, threads: int, entries: str) -> None:
+    def __init__(self, gguf: str, prompt: Sequence[int], rows: int, width: int, threads: int, entries: str) -> None:
         self.api = api = import_module("llama_cpp")
         api.llama_backend_init()
         self.model = api.llama_model_load_from_file(gguf.encode(), api.llama_model_default_params())
         self.n_rows, self.n_prompt = rows, len(prompt)
         self.n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
         params = api.llama_context_default_params()
-        params.n_ctx = rows * -(-(len(prompt) + room) // 256) * 256
-        params.n_batch = params.n_ubatch = max(N_BATCH, 8 * rows)
+        params.n_ctx = rows * -(-(len(prompt) + STEPS * width) // 256) * 256
+        params.n_batch = params.n_ubatch = max(N_BATCH, width * rows)
         params.n_seq_max = rows
         params.n_threads = params.n_threads_batch = threads
         params.type_k = params.type_v = getattr(api, ENTRIES[entries])
@@ -87,15 +87,15 @@ class LlamaRows:
 
 
 @cache
-def rows_of(gguf: str, prompt: tuple[int, ...], rows: int, threads: int, entries: str) -> LlamaRows:
+def rows_of(gguf: str, prompt: tuple[int, ...], rows: int, width: int, threads: int, entries: str) -> LlamaRows:
     """Return a context, the same for the same arguments."""
-    return LlamaRows(gguf, prompt, rows, ROOM, threads, entries)
+    return LlamaRows(gguf, prompt, rows, width, threads, entries)
 
 
-def step_ms(n_drafts: int, *sizes: Any) -> tuple[list[float], list[float]]:
-    """Return the ms of plain steps and of verifications of `n_drafts` tokens. sizes: arguments of `rows_of`."""
-    rows = rows_of(*sizes)
-    return rows.steps(1, STEPS), rows.steps(1 + n_drafts, STEPS)
+def step_ms(gguf: str, prompt: tuple[int, ...], n_rows: int, width: int, *how: Any) -> tuple[list[float], list[float]]:
+    """Return the ms of plain steps and of verifications of `width` tokens. how: further arguments of `rows_of`."""
+    rows = rows_of(gguf, prompt, n_rows, width, *how)
+    return rows.steps(1, STEPS), rows.steps(width, STEPS)
 
 
 def new_process() -> Executor:
@@ -120,9 +120,9 @@ class Peer:
         if self._is_dead:
             return
         self._prompt = self._prompt or tuple(batch.prompts[0])
-        sizes = str(self._gguf), self._prompt, self._n_rows, torch.get_num_threads(), self._entries
+        sizes = str(self._gguf), self._prompt, self._n_rows, 1 + self._gamma, torch.get_num_threads(), self._entries
         try:
-            plain_ms, verify_ms = self._process.submit(step_ms, self._gamma, *sizes).result()
+            plain_ms, verify_ms = self._process.submit(step_ms, *sizes).result()
         except BrokenExecutor:
             self._is_dead = True
             say(f"note: {self} ended its process, and is left out: it may use instructions that this machine lacks")

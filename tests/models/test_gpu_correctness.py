@@ -53,8 +53,6 @@ LENGTHS = [4500, 2100, 130, 16] if ON_CUDA else [300, 41, 16]
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention(backend, dtype, storage, order, record_property):
-    if dtype == torch.float16 and storage is not None:
-        pytest.skip("the same code as in bfloat16")
     tolerance = max(TOLERANCE[dtype], ROUNDED_QUERIES if (backend, storage) == ("cpp", torch.int8) else 0)
     errors = {}
     for n_token, group, head_dim in BLOCKS:

@@ -31,6 +31,11 @@ def draw(tmp_path: Path):
     return draw
 
 
+def test_records_without_x_are_a_line_of_their_own():
+    found = lines_of([record(1, 1.5), record(1, 2.5) | {"B": None}, record(2, 1.75)], "B", "speedup", ())
+    assert found == {"all": [(1, 1.5, 1.5, 1.5), (2, 1.75, 1.75, 1.75)], "all, no B": [(None, 2.5, 2.5, 2.5)]}
+
+
 def test_a_line_for_each_combination_of_what_else_varies():
     """Repeats are drawn as their median, with their range; a label names settings only if there are several."""
     records = [record(B, 1.0 + B, prefix_len=length) for length in (1000, 4000) for B in (4, 1, 2)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from common import cli
+from common.errors import ConfigError
 from reproduce import serve_load
 from reproduce.serve_load import Answer, Endpoint, Flags, Phase, failed, load, summary
 from tests.support.programs import FORK, run
@@ -58,7 +60,7 @@ def test_a_load_is_recorded_with_what_rounds_did(chat_checkpoint, served: Served
     given = iter(f"--model {chat_checkpoint} {FLAGS} --device cpu".split())
     server = [f"{name.removeprefix('--')}={value}" for name, value in zip(given, given, strict=True)]
     words = f"--dataset {book} --shortest 20 --longest 60 --clients 1 3 --requests 2 --repeats 1 --gen_len 12"
-    words += f" --peer {served.url} --peer_name other --output {out}"
+    words += f" --peers other={served.url} --output {out}"
     serve_load.main(cli.read(Flags, [*words.split(), "--server", *server], "serve_load.py"))
     said, record = capsys.readouterr().out, json.loads(out.read_text())
     assert json.loads(said.splitlines()[-1]) == record and "git_commit" in record
@@ -79,3 +81,11 @@ def test_a_load_is_recorded_with_what_rounds_did(chat_checkpoint, served: Served
 def test_requests_to_a_server_that_is_not_there_count_as_failed():
     phase = asyncio.run(load(Endpoint("http://127.0.0.1:9", {}), ["a", "b"], 2))
     assert "2 of 2: ConnectError" in str(failed(phase.answers)[0]) and failed([LONG, BRIEF]) == []
+
+
+@pytest.mark.parametrize("peer", ["http://127.0.0.1:9", "plain=http://127.0.0.1:9", "other=http://127.0.0.1:9"])
+def test_a_peer_has_a_name_of_its_own_and_answers(peer):
+    with pytest.raises(ConfigError, match=re.escape(peer.rpartition("=")[2])):
+        flags = Flags(peers=(peer,))
+        flags.check()
+        flags.endpoints("http://127.0.0.1:8")

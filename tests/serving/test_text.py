@@ -85,6 +85,15 @@ def test_characters_are_whole(alone: Alone):
     assert answer.text == text + "\ufffd" and answer.finish == "length"
 
 
+def test_an_answer_continues_the_text_of_its_prompt() -> None:
+    """Some tokenizers drop the space before the first word of a text."""
+    words = ["▁Paris", "▁is", "▁here", "\ufffd"]
+    metaspace = SimpleNamespace(decode=lambda ids: "".join(words[id_] for id_ in ids).replace("▁", " ").lstrip())
+    for before, text in (((1,), " Paris here"), ((), "Paris here"), ((3,), "Paris here")):
+        stream = TextStream(metaspace, before)  # type: ignore[arg-type]
+        assert stream.add(0) + stream.add(2) == text
+
+
 def test_what_never_becomes_a_character_is_not_held_for_ever(alone: Alone):
     half, *_ = alone.tokenizer.encode("ä", add_bos=False)
     noise = random.Random(5).choices(range(alone.vocab_size), k=600)

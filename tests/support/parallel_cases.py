@@ -37,6 +37,7 @@ DRAFTS = (
     *("none", "ngram", "suffix", *(name for name in SELF_DRAFT_POLICIES if name != "full")),
     *(f"standalone, {policy}" for policy in STANDALONE),
     *("medusa", "eagle-1, streaming", "eagle-3, full", "P-EAGLE, full", "dflash, streaming", "some layers"),
+    "dflash 2, streaming",
     *("combined, standalone, streaming", "changing", "speculated, ngram", "speculated, streaming", "speculated, model"),
 )
 SCRIPT = (RoundChoice(0, 3), PLAIN, RoundChoice(1, 2), PLAIN, RoundChoice(0, 1), RoundChoice(2, 3))

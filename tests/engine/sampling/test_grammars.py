@@ -317,7 +317,8 @@ def test_a_required_call_streams_the_arguments_of_the_whole_answer(
     reads_tools = replace(service.intake.template, path=source, template=Template(text))
     monkeypatch.setattr(service.intake, "template", reads_tools)
     how = {"model": "m", "max_tokens": 200, "tool_choice": "required"}
-    how["tools"] = [{"type": "function", "function": {"name": "note", "parameters": SCHEMA}}]
+    referring = {"$ref": "#/$defs/note", "$defs": {"note": SCHEMA}}  # as pydantic writes schemas
+    how["tools"] = [{"type": "function", "function": {"name": "note", "parameters": referring}}]
     for content, temperature in (("hi", 0), ("a", 1.2)):
         given = how | {"messages": [{"role": "user", "content": content}], "temperature": temperature, "seed": 5}
         (whole,) = structured.openai.chat.completions.create(**given).choices

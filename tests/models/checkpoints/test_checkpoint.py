@@ -122,6 +122,8 @@ def test_layers_without_rope_are_known_when_other_layers_are_dropped(tmp_path: P
     convert(tmp_path / "whole", tmp_path / "some", layers_to_drop=(0, 3))
     assert load_model(tmp_path / "some").config.unrotated_layers == (0,)
     assert load_model(tmp_path / "some", layers=(0, 2)).config.unrotated_layers == (0,)
+    convert(tmp_path / "whole", tmp_path / "none", layers_to_drop=(1, 3))
+    assert load_model(tmp_path / "none").config.unrotated_layers == ()
 
 
 def test_only_the_same_conversion_is_reused(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,4 +188,7 @@ def test_an_edited_config_is_not_made_again_over_the_edit(tmp_path: Path) -> Non
     path.write_text(path.read_text().replace("50000.0", "60000.0"))
     with pytest.raises(CheckpointError, match=r"config\.json"):
         convert(tmp_path, tmp_path)
+    assert "60000.0" in path.read_text()
+    with pytest.raises(CheckpointError, match=r"50000\.0, as in the GGUF"):
+        convert(tmp_path, tmp_path, force=True)
     assert "60000.0" in path.read_text()

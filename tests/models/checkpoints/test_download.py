@@ -86,6 +86,15 @@ def test_hub_failures_and_a_repository_without_weights_are_errors(tmp_path, monk
         download_repo("owner/name", tmp_path)
 
 
+def test_one_of_several_ggufs_has_to_be_named(tmp_path, monkeypatch):
+    hub = FakeHub(monkeypatch, {"a.Q4_0.gguf": b"a", "a.Q8_0.gguf": b"b"})
+    with pytest.raises(CheckpointError, match="--gguf"):
+        download_repo("owner/name", tmp_path)
+    assert hub.calls == []
+    download_repo("owner/name", tmp_path, gguf="a.Q8_0.gguf")
+    assert [path.name for path in tmp_path.glob("*.gguf")] == ["a.Q8_0.gguf"]
+
+
 WHOLE_BOOK = "\ufeffPreface\n*** START OF X ***\n\nChapter 1\nIt is\n\n*** END OF X ***\nLicence\n"
 BOOK_TEXT = b"Chapter 1\nIt is\n"
 GGUF = bytes(range(256)) * 99
