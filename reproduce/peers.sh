@@ -72,5 +72,5 @@ if made llama_cpp llama_cpp; then
     serve llama.cpp 8103 "${llama[@]}"
     serve llama.cpp-ngram 8104 "${llama[@]}" --spec-default
 fi
-python -m reproduce.serve_load --peers "${peers[@]}" --server draft_budget=1024 "max_batch=$rows" "max_length=$tokens" \
+python -m reproduce.serve_load --peers "${peers[@]}" --server draft_budget=512 "max_batch=$rows" "max_length=$tokens" \
     --shortest 500 --longest 2000 --output "$out/serve_load.jsonl" "$@"
