@@ -143,9 +143,10 @@ class Decoder:
     def step(self) -> RoundStats | None:
         """Prefill waiting requests into free rows, or with `prefill_tokens` a part of a prompt; then run a round.
 
-        Returns None if no row decodes, or the controller ends the decode. A request whose logits are not finite ends
-        with the reason in its `error`; other requests go on. So they do after any exception, in the next step: each
-        request then has the tokens of whole rounds, or has ended with an error. Some callbacks may not have run.
+        Returns None if no row decodes, yet (`is_prefilling`) or any more, or the controller ends the decode. A request
+        whose logits are not finite ends with the reason in its `error`; other requests go on. So they do after any
+        exception, in the next step: each request then has the tokens of whole rounds, or has ended with an error. Some
+        callbacks may not have run.
         """
         with self._recovering():
             self._admit()
@@ -155,6 +156,11 @@ class Decoder:
                 return None
             choice = self._catch_up(choice)
             return self._run_round(choice, started + self.prefill_seconds - prefill_seconds)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """True while prompts wait and no row decodes: with `prefill_tokens`, the first prompt takes several steps."""
+        return bool(self._waiting) and not self._rows.busy()
 
     @contextmanager
     def _recovering(self) -> Iterator[None]:
@@ -322,7 +328,7 @@ class Decoder:
         for i, ((row, request), outcome, of_block) in enumerate(each):
             if request is None or self._rows.requests[row] is not request:
                 continue  # idle, or cancelled meanwhile, by a callback of another request's end
-            self._adding_to = [request]
+            self._adding_to, n_followed = [request], request.length
             part = request.commit(outcome)
             rows.append(part)
             if request.logprobs is not None:
@@ -330,7 +336,8 @@ class Decoder:
             self._adding_to = []
             request.n_predicted = 0
             if drafter is not None:
-                self._sync.lengths[row][drafter] = request.length
+                # After forced tokens the drafter has followed other drafts than those that were verified.
+                self._sync.lengths[row][drafter] = n_followed if i in round_.forced else request.length
                 if request.grammar is None:  # else forced tokens may stand in the place of predicted ones
                     request.n_predicted = self._controller.drafters[drafter].n_predicted.get(row, 0)
             if p is not None and (n := len(outcome.drafts)):

@@ -60,10 +60,10 @@ class Generation:
     def run(self, n_tokens: float = math.inf) -> None:
         """Step until all rows together have emitted `n_tokens` tokens, or there is nothing left to do."""
         while not self.done and sum(len(request.tokens) for request in self.requests) < n_tokens:
-            if (round_ := self.decoder.step()) is None:
-                self.done = True
-            else:
+            if (round_ := self.decoder.step()) is not None:
                 self.rounds.append(round_)
+            elif not self.decoder.is_prefilling:
+                self.done = True
 
     @property
     def output(self) -> GenerateOutput:

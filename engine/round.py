@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ class Round:
     drafter and of the results below, which keep their memory.
 
     proposed: drafts in `n_drafts` columns, `gamma` or fewer by a schedule, and the verification that has drawn them.
+    forced: the rows, among those of the batch, in which tokens that a grammar forces took the place of drafts.
     logits: the target's, `[B, n_drafts + 1, V]`, after each row's current token and drafts. verdicts: `[B, 3 +
     n_drafts + n_drafts + 1]` int64: the number of drafts, the number accepted, the next token, the drafts, and whether
     the logits at each position are finite. key: the kind of round, if its parts may be captured. buffers: the states
@@ -46,6 +47,7 @@ class Round:
     proposed: tuple[Drafts, Verification]
     logits: Tensor
     verdicts: Tensor
+    forced: Collection[int] = ()
 
     def __init__(
         self,
@@ -93,14 +95,16 @@ class Round:
             if self.drafter.is_due():
                 with phase("refresh"):
                     self._part("refresh", partial(self.drafter.refresh, self.batch, self.gamma))
-        self.proposed = self._part("draft", self._draft)
-        self.batch.masks.force(*self.proposed[0])
+        self.proposed = self._part("draft", self._draft)[:2]
+        self.forced = self.batch.masks.force(*self.proposed[0])
 
-    def _draft(self) -> tuple[Drafts, Verification]:
+    def _draft(self) -> tuple[Drafts, Verification, object]:
+        """Return drafts, the verification that has drawn them, and what `roll_back` reads of the drafter's schedule:
+        captured parts keep the memory of their results alone."""
         verification, batch = self._new_verification(), self.batch
         if self.drafter is None:
             none = batch.current.new_zeros(len(batch.rows), self.gamma)
-            return Drafts(none, lengths=torch.zeros_like(batch.current)), verification
+            return Drafts(none, lengths=torch.zeros_like(batch.current)), verification, None
         drawing: Any = verification
         if any(batch.masks.grammars) and self._key is None:
             drawing = MaskedDraws(verification, batch.masks)
@@ -108,7 +112,7 @@ class Round:
             drawing = ObservedDraws(drawing, batch, self._mode)
         drafts = self.drafter.propose(batch, drawing, self.gamma)
         check_drafts(self.drafter, drafts, batch.current, self.gamma, self.runner.vocab_size)
-        return drafts, verification
+        return drafts, verification, self.drafter.schedule.of_round
 
     @property
     def _verifiable(self) -> Drafts:

@@ -275,7 +275,8 @@ def main(flags: Flags) -> None:
             prompts = [*map(new_prompt, lengths)]
             for mode in list(endpoints)[:: -1 if (repeat + place) % 2 else 1]:
                 if mode in MODES:
-                    asyncio.run(load(endpoints[mode], [new_prompt(SHORT) for _ in range(n_rows)], 1))
+                    brief = Endpoint(url, endpoints[mode].body | {"max_tokens": 1})
+                    asyncio.run(load(brief, [new_prompt(SHORT) for _ in range(n_rows)], 1))
                 phase = asyncio.run(load(endpoints[mode], prompts, n_clients, flags.turns))
                 phases[n_clients][mode].append(phase)
                 errors += failed(phase.answers)

@@ -41,7 +41,8 @@ class Arm:
         has_kinds: bool,
     ) -> None:
         self.drafter, self.name, self.costs, self.missed = drafter, name, full_batches[-1], 0.0
-        largest, can_save = min(cost.at[-1] for cost in full_batches), drafter.skips_model is not None
+        largest = min(drafter.gamma, *(cost.at[-1] for cost in full_batches))
+        can_save = drafter.skips_model is not None
         drafted = [gamma for gamma in gammas if 0 < gamma <= largest]
         self.ms = {gamma: [cell.round_ms(gamma) for cell in cells] for gamma in drafted}
         self.saved_ms = {gamma: [can_save * cell.drafts_ms(gamma) for cell in cells] for gamma in drafted}

@@ -69,7 +69,8 @@ class HeadDrafter(ModelDrafter):
         n_prompt, first = update.verified.start, max(0, n_seen - self.gamma - 1)
         if n_seen >= n_prompt:  # there are none in the prompt; the first round writes the entry of its last token
             first = max(first, n_prompt - (n_seen == n_prompt))
-        missed = [p for p in self.cache.retained_positions(len(text) - 1).tolist() if p >= first]
+        retained = self.cache.retained_positions(len(text) - 1)
+        missed = retained[retained >= first].tolist()
         most = min(self._target.prefill_chunk, self.cache.prefill_block)
         while missed:
             begin, is_kept = missed[0], missed[0] in kept

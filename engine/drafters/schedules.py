@@ -1,6 +1,6 @@
 """Schedules limit how many of a round's tokens each row drafts, where more would be rejected."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,9 +20,12 @@ class Schedule:
     Bounds `[B]` int64 limit the number of drafts of each row: to 0 where no request decodes it. A bound may depend on
     emitted tokens, on the drafts within it and on the distribution of the first draft that it leaves out, never on that
     draft itself (docs/lossless.md).
+
+    of_round: the tensors of a round's drafts that `observe` reads.
     """
 
     varies = False
+    of_round: tuple[Any, ...] = ()
 
     def bounds(self, batch: Batch, gamma: int) -> Tensor:
         """Return the bounds before anything is drafted."""
@@ -42,15 +45,16 @@ class Schedule:
         if not self.varies or lengths is None:
             return drafts
         n = self.n_columns(lengths, batch, tokens.shape[1])
-        self._begun, self._tokens, self._lengths = batch.lengths.clone(), tokens[:, :n], lengths
+        self.of_round = batch.lengths.clone(), tokens[:, :n], lengths
         return Drafts(tokens[:, :n], None if probs is None else probs[:, :n], lengths)
 
     def verified(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return how many drafts of each row were verified, and how many of these were accepted; drafts after a stop
         token or a limit count as neither. A rejected draft is always replaced by another token."""
-        n_emitted = batch.lengths - self._begun
-        n_verified = torch.minimum(n_emitted, self._lengths)
-        padded = torch.nn.functional.pad(self._tokens, (1, 0))  # there may be no column
+        begun, tokens, drafted, *_ = self.of_round
+        n_emitted = batch.lengths - begun
+        n_verified = torch.minimum(n_emitted, drafted)
+        padded = torch.nn.functional.pad(tokens, (1, 0))  # there may be no column
         last = padded.gather(1, n_verified[:, None]).squeeze(1)
         rejected = (n_verified > 0) & (n_verified == n_emitted) & (last != batch.current)
         return n_verified, n_verified - rejected.long()
@@ -109,6 +113,11 @@ class Confidence(Schedule):
         self._sure.append(sure)
         bounds = torch.where(most < self._p_min, bounds.clamp(max=i), bounds)
         return torch.where(sure < self._thresholds[batch.rows], bounds.clamp(max=i + 1), bounds)
+
+    def cut(self, drafts: Drafts, batch: Batch) -> Drafts:
+        drafts = super().cut(drafts, batch)
+        self.of_round = *self.of_round[:3], self._sure
+        return drafts
 
     def observe(self, batch: Batch) -> None:
         if not self._adapts or not self._sure:  # ranks that do not decide have seen no probability

@@ -21,6 +21,7 @@ from engine.drafters.self_speculation import SelfConfig, SelfSpeculation
 from engine.drafters.standalone import StandaloneConfig
 from engine.drafters.stored import PlannedTarget
 from engine.modes import Drafts, Verification
+from engine.runner import ModelRunner
 from engine.stats import Counts
 from kv_cache import KVCache, WriteThroughKVCache
 from kv_cache.streaming import Streaming
@@ -50,6 +51,10 @@ class Speculated(Drafter):
         self.is_written_through = not isinstance(inner, ModelDrafter) or self._cache is not None
         # Sums over all rows: rounds, drafted, emitted; then by draft position how often verified, and accepted.
         self._counts = torch.zeros(3 + 2 * inner.gamma, dtype=torch.int64, device=outer.cache.device)
+
+    def check(self, target: ModelRunner, length: int) -> None:
+        self._outer.check(target, length)
+        self._inner.check(target, length + self._inner.gamma)  # also rows that have all tokens of a round draft on
 
     def follow(self, rows: Sequence[RowUpdate]) -> None:
         for part in self.parts:

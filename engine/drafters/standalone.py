@@ -55,9 +55,10 @@ class StandaloneDraft(ModelDrafter):
     def follow(self, rows: Sequence[RowUpdate]) -> None:
         prompts, missed = {}, {}
         for row, _, text, n_seen, *_ in rows:
-            draft_ids = [min(token, self._runner.vocab_size - 1) for token in text]
-            if n_seen:  # from the last seen token on: it may never have run (see `logits`)
-                missed[row] = draft_ids, n_seen - 1
+            begin = max(0, n_seen - 1)  # from the last seen token on: it may never have run (see `logits`)
+            draft_ids = [*text[:begin], *(min(token, self._runner.vocab_size - 1) for token in text[begin:])]
+            if n_seen:
+                missed[row] = draft_ids, begin
             else:
                 prompts[row] = draft_ids
         self._fill(prompts)

@@ -148,16 +148,19 @@ class Masks:
         bits = masks >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
         return logits.masked_fill((bits == 0).flatten(2)[..., : logits.shape[-1]], -math.inf)
 
-    def force(self, tokens: Tensor, probs: Tensor | None, lengths: Tensor | None) -> None:
-        """Put the tokens that grammars force in the place of each row's first drafts."""
+    def force(self, tokens: Tensor, probs: Tensor | None, lengths: Tensor | None) -> list[int]:
+        """Put the tokens that grammars force in the place of each row's first drafts; return the rows that have any."""
+        rows = []
         for row, grammar in enumerate(self.grammars):
             if grammar is not None and (forced := grammar.forced()[: tokens.shape[1]]):
                 n = len(forced)
+                rows.append(row)
                 tokens[row, :n] = torch.tensor(forced, device=tokens.device)
                 if probs is not None:
                     probs[row, :n] = one_hot(tokens[row, :n], probs.shape[-1]).to(probs.dtype)
                 if lengths is not None:
                     lengths[row].clamp_(min=n)
+        return rows
 
 
 class MaskedDraws:

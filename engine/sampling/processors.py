@@ -62,20 +62,29 @@ class LogitsProcessors:
         self._last[: len(last)], self._lengths[: len(last)] = torch.tensor(last), torch.tensor(self._n_counted)
 
     def _begin(self, requests: list[ProcessedRequest]) -> None:
-        """Set the parameters of the first rows to those of other requests, with nothing counted of their answers."""
-        self._requests, self._n_counted = requests, [0] * len(requests)
+        """Set the parameters of the first rows to those of their requests, and count nothing yet of the answers of new
+        ones. The rows of others move: counting a long prompt over a large vocabulary takes longer than a round."""
+        row_of = {id(request): row for row, request in enumerate(self._requests)}
+        before = {row: row_of[id(request)] for row, request in enumerate(requests) if id(request) in row_of}
+        moved = {row: old for row, old in before.items() if row != old}
+        new = [row for row in range(len(requests)) if row not in before]
+        self._n_counted = [self._n_counted[before[row]] if row in before else 0 for row in range(len(requests))]
+        self._requests = requests
         for tensor in (self._bias, self._ends, self._seen):
-            tensor.zero_()
+            tensor[[*moved]] = tensor[[*moved.values()]]
+            tensor[new] = 0
         bans = torch.full(self._bans.shape, NEVER)
         bans[..., -1] = 0  # an id, whose logit such a sequence does not change
         for row, request in enumerate(requests):
-            if biases := dict(request.sampling.logit_bias):
-                self._bias[row, [*biases]] = torch.tensor([*biases.values()], device=self._bias.device)
-            self._ends[row, [token for token in request.stop_tokens if token < self._ends.shape[1]]] = True
-            if request.sampling.repetition_penalty != 1:
-                self._seen[row, request.prompt] = IN_PROMPT
             for i, ids in enumerate(request.sampling.bad_words):
                 bans[row, i] = torch.tensor([ANY] * (LONGEST_BAN - len(ids)) + [*ids])
+            if row not in new:
+                continue
+            if biases := dict(request.sampling.logit_bias):
+                self._bias[row, [*biases]] = torch.tensor([*biases.values()], device=self._bias.device)
+            self._ends[row, [token for token in request.stop_tokens if 0 <= token < self._ends.shape[1]]] = True
+            if request.sampling.repetition_penalty != 1:
+                self._seen[row, request.prompt] = IN_PROMPT
         self._bans.copy_(bans)
         rules = [request.sampling for request in requests]
         penalties = [(rule.repetition_penalty, rule.frequency_penalty, rule.presence_penalty) for rule in rules]

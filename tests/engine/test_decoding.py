@@ -49,6 +49,12 @@ def never_seen(prompts, answers) -> int:
     return next(token for token in range(TINY.vocab_size) if all(token not in row for row in (*prompts, *answers)))
 
 
+@pytest.mark.parametrize("slots, chunk", [(1, 4), (2, 8), (3, 6)])
+def test_prompts_that_take_several_steps_are_all_answered(model, prompts, answers, slots, chunk):
+    runner = ModelRunner(model, full_cache(model, slots))
+    assert generate(runner, prompts, max_new_tokens=N_NEW, prefill_tokens=chunk).tokens == expected(answers)
+
+
 def test_a_row_with_nan_logits_ends_alone(prompts, answers):
     poison = never_seen(prompts, answers)
     poisoned = [*prompts[:1], [7, poison, 7], *prompts[1:]]

@@ -12,10 +12,11 @@ import pytest
 from bench.auto.adaptive import Adaptive
 from bench.auto.costs import Costs, tokens_per_round
 from engine.controller import PLAIN, RoundChoice
-from engine.drafters.ngram import NGram
 from engine.stats import AcceptanceRate
 
 GAMMAS = range(7)
+# What a controller reads of a drafter.
+DRAFTER: Any = SimpleNamespace(gamma=6, skips_model=None, is_written_through=False)
 
 
 def costs(plain: float, draft: float, verify: tuple[float, float], seen: AcceptanceRate | None = None) -> Costs:
@@ -29,7 +30,7 @@ CHEAP = costs(100, 15, (115, 160))
 def adaptive(by_rows: dict[int, Sequence[Costs]]) -> Adaptive:
     """A controller by the costs of those numbers of rows."""
     n_drafters = len(next(iter(by_rows.values())))
-    return Adaptive([NGram] * n_drafters, {1000: by_rows}, GAMMAS)  # type: ignore[list-item]  # nothing is drafted
+    return Adaptive([DRAFTER] * n_drafters, {1000: by_rows}, GAMMAS)
 
 
 def simulate(each: Sequence[Costs], alphas, n_rounds: int) -> tuple[list[RoundChoice], float]:
@@ -91,7 +92,7 @@ def test_speculation_that_loses_gives_way_and_is_tried_again_now_and_then(n_draf
 def test_a_drafter_that_missed_rounds_has_to_pay_for_catching_up():
     """In a third of the rounds that it missed. A draft model runs what it missed, which never pays where a verification
     grows much with every token; what copies the target's entries does not mind."""
-    runs, copies = (SimpleNamespace(is_written_through=copies, skips_model=None) for copies in (False, True))
+    runs, copies = (SimpleNamespace(**vars(DRAFTER) | {"is_written_through": copies}) for copies in (False, True))
 
     def rounds_without(drafter: Any, verify: tuple[float, float]) -> list[int]:
         """Return twice how many plain rounds come in between. Expected are 1.95 tokens of gamma 1 and so on."""
@@ -112,7 +113,7 @@ def test_a_drafter_that_missed_rounds_has_to_pay_for_catching_up():
 @pytest.mark.parametrize("drafting", [{"draft_ms": 40}, {"draft_ms": 0, "fixed_ms": 300}])
 def test_drafts_are_charged_where_their_model_runs(drafting):
     """Drafts that cost much pay while guesses from text take their place, and no longer than that."""
-    drafter: Any = SimpleNamespace(skips_model=True, is_written_through=False)
+    drafter: Any = SimpleNamespace(gamma=6, skips_model=True, is_written_through=False)
     each = replace(costs(100, 0, (110, 130)), acceptance=AcceptanceRate(0.8, 400), **drafting)
     controller, chosen = Adaptive([drafter], {1000: {1: [each]}}, GAMMAS), []
     for n in range(120):
@@ -120,6 +121,13 @@ def test_drafts_are_charged_where_their_model_runs(drafting):
         chosen.append(controller.choose(1).gamma)
         controller.observe(RoundChoice(0, 5), [4])
     assert chosen[59] == 6 and max(chosen[0], chosen[-1]) <= 3
+
+
+def test_a_drafter_gets_no_larger_gamma_than_it_drafts():
+    """The costs of drafters of a kind are those of the first, at its gammas."""
+    short: Any = SimpleNamespace(**vars(DRAFTER) | {"gamma": 3})
+    fast, slow = costs(100, 5, (101, 102)), costs(100, 90, (101, 102))
+    assert Adaptive([DRAFTER, short], {1000: {8: [slow, fast]}}, GAMMAS).choose(8) == RoundChoice(1, 3)
 
 
 def test_the_choice_is_that_of_the_rows_that_are_left_and_of_the_context():
@@ -131,7 +139,7 @@ def test_the_choice_is_that_of_the_rows_that_are_left_and_of_the_context():
     assert len(set(chosen)) > 2
     # After short texts a verification and a draft step cost more plain steps than after long ones.
     short, long = costs(40, 20, (70, 170)), costs(100, 15, (115, 160))
-    controller = Adaptive([NGram], {2000: {8: [long], 2: [long]}, 100: {8: [short], 2: [short]}}, GAMMAS)  # type: ignore[list-item]
+    controller = Adaptive([DRAFTER], {2000: {8: [long], 2: [long]}, 100: {8: [short], 2: [short]}}, GAMMAS)
     chosen = [controller.choose(8, 0, context).gamma for context in (1, 100, 400, 800, 1400, 2000, 9000)]
     assert chosen[:2] == [0, 0] and chosen == sorted(chosen) and chosen[-2:] == [6, 6] and len(set(chosen)) > 2
 

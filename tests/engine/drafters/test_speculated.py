@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
+from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate, modes
 from engine.batch import Batch
 from engine.controller import PLAIN, RoundChoice
@@ -100,6 +101,15 @@ def test_a_draft_model_drafts_behind_all_that_stands(gamma, inner_gamma):
         assert text[-1] == current and tokens == tiny.continue_by_recomputing(small, text, inner_gamma)
     inner_counts = both.inner_counts()
     assert 0 < inner_counts.accepted < inner_counts.verified and len({len(ahead) for _, _, ahead, *_ in texts}) > 3
+
+
+def test_an_inner_draft_has_room_after_the_rounds_tokens() -> None:
+    runner, limit, (prompt,) = tiny.tiny_runner(1), 5, tiny.random_prompts([6])
+    full = tiny.full_cache(runner.model, 1, len(prompt) + limit + 4)  # as many as a draft with gamma 3 alone needs
+    inner = StandaloneDraft(ModelRunner(tiny.near_model(), full), 8)
+    both = Speculated(SelfSpeculation(runner, tiny.full_cache(runner.model, 1), 3, tiny.near_model()), inner)
+    with pytest.raises(ConfigError, match="23"):
+        generate(runner, [prompt], max_new_tokens=limit, drafter=both)
 
 
 def test_no_random_number_is_drawn_by_both_levels(monkeypatch):
