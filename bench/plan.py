@@ -12,7 +12,7 @@ from bench.config import AUTO, DEFAULT_PREFIX_LEN, Rows, RunConfig, Sampling
 from bench.data import load_prompts, resolve_dataset
 from common.errors import ConfigError, flag, refuse, require_at_least
 from common.process import LEADER
-from common.say import note_without_effect
+from common.say import note_without_effect, say
 from engine.drafters.config import DrafterConfig, DraftPlan, Trait
 from engine.drafters.stored import PlannedTarget, Weights
 from engine.modes import resolve_mode
@@ -195,6 +195,8 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
     n_rows, n_replicas, capacity = sizes.B, config.n_replicas, 0
     if max_length is not None:
         capacity = min(max_length, source.config.max_context)
+        if capacity < max_length:
+            say(f"note: {flag('max_length')} {max_length} is cut to {capacity}, the model's context")
         n_prompts, prefix_len = 0, min(TYPICAL_PROMPT, capacity // 4)
     elif prompts is not None:
         n_prompts, prefix_len = len(prompts), max(map(len, prompts))

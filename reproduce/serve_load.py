@@ -172,8 +172,8 @@ def summary(phases: Sequence[Phase]) -> Record:
     answers = [answer for phase in phases for answer in phase.answers]
     good, seconds = [answer for answer in answers if answer.error is None], sum(phase.seconds for phase in phases)
     n_decoded, in_rounds, between = (sum(phase.counters.get(name, 0) for phase in phases) for name in COUNTERS)
-    counts = [answer.counts for answer in good if answer.counts]
     names = ("prompt_n", "cache_n", "predicted_n", "rounds", "drafted", "accepted")
+    counts = [answer.counts for answer in good if answer.counts.keys() >= {*names}]  # llama.cpp sends a few of these
     sums = {name: sum(each[name] for each in counts) for name in names}
     longer = [answer for answer in good if answer.n_tokens > 1]
     n_tokens = sum(answer.n_tokens for answer in good)

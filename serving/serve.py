@@ -244,10 +244,7 @@ class Server:
     def run(self) -> None:
         """Decode on this thread until the end. Errors: whatever the engine raises, after all clients got an error."""
         service = self.service
-        room = service.session.plan.target.capacity
-        is_cut = room < self._flags.batch.max_length
-        how = f" (--max_length {room}, which is the model's context)" if is_cut else ""
-        say(f"serving {service.session.name} on {self.url}{how}")
+        say(f"serving {service.session.name} on {self.url}")
         try:
             service.scheduler.run()
             if not self._http.should_exit:

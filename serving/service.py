@@ -149,7 +149,7 @@ class Service(Collector):
         begins = intake.reasons(spec, ids)
         for sample in samples:
             sample.begins = begins
-            if not isinstance(prompt[0], dict):
+            if isinstance(prompt, str) or isinstance(prompt[0], int):
                 sample.continue_text(ids)
             sample.request.prompt, sample.request.limit, sample.request.group, sample.prompt = ids, limit, group, tokens
 

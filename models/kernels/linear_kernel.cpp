@@ -3,7 +3,8 @@
 // Weights lie in blocks of 32 outputs, and in a block by steps along the inputs, so that a block is one stretch of
 // memory: a step is two vectors, with a word of 32 bits for each output (two bfloat16, four int8, eight int4). A block
 // meets all rows of x, in groups whose sums fill the registers; a vector of AVX2 has half of a block's vector. For x in
-// float32, weights in float32 or bfloat16 lie in blocks of 16 outputs, in the order of inputs. A sum runs over the inputs
+// float32, weights in float32 or bfloat16 lie in blocks of 16 outputs, in the order of inputs; codes of 4 bits are unpacked
+// to such a block of float32 at a time. A sum runs over the inputs
 // in the same order for any number of rows, and threads share blocks, not sums: a row's bits depend on nothing but the row.
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include <memory>
 #include <numeric>
 #include <type_traits>
+#include <vector>
 
 #if defined(__AVX2__) && defined(__FMA__)  // else the library has no function
 #include <immintrin.h>
@@ -332,13 +334,32 @@ void multiply(const Call<Number>& call, int n_thread) {
 }
 
 constexpr int FLOAT_OUTPUTS = 16;  // outputs of a block, for x in float32
+constexpr int CODED_GROUP = FLOAT_OUTPUTS * GROUP / 2 + 8 * FLOAT_OUTPUTS;  // bytes: codes, then scales, then zeros
+
+// Writes a block of float32, code * scale + zero. Outputs i and 8 + i share bytes. Prefetches the next block meanwhile.
+inline void unpack_block(const char* codes, int64_t n_in, float* __restrict to) {
+    const int64_t block_bytes = n_in / GROUP * CODED_GROUP;
+    for (int64_t i = 0; i < n_in; i += GROUP, codes += CODED_GROUP) {
+        for (int at = 0; at < CODED_GROUP; at += 64) _mm_prefetch(codes + block_bytes + at, _MM_HINT_T1);
+        constexpr int V = FLOAT_OUTPUTS / W;
+        const float *scale = (const float*)(codes + 8 * GROUP), *zero = scale + FLOAT_OUTPUTS;
+        Floats scales[V], zeros[V];
+        for (int v = 0; v < V; ++v) scales[v] = load(scale + W * v), zeros[v] = load(zero + W * v);
+#pragma GCC unroll 4
+        for (int input = 0; input < GROUP; ++input, to += FLOAT_OUTPUTS) {
+            Ints of_input[V];
+            load_codes(codes + 8 * input, of_input);
+#pragma GCC unroll 2
+            for (int v = 0; v < V; ++v) store(to + W * v, fused(to_floats(of_input[v]), scales[v], zeros[v]));
+        }
+    }
+}
 
 // Multiplies R rows of x by a block. A word of weights has N inputs: one float32, or two bfloat16.
 template <int R, int N>
-inline void multiply_block(const Call<float>& call, int64_t row, int64_t output, Prefetch prefetch) {
+inline void multiply_block(const Call<float>& call, int64_t row, int64_t output, const char* weights, Prefetch prefetch) {
     constexpr int V = FLOAT_OUTPUTS / W;
     const float* x = call.x + row * call.x_row;
-    const char* weights = call.weights + output * call.n_in * 4 / N;
     Floats sums[R][V] = {};
     for (int64_t i = 0; i < call.n_in; i += N, weights += 4 * FLOAT_OUTPUTS) {
         prefetch.step();
@@ -368,22 +389,28 @@ inline void multiply_block(const Call<float>& call, int64_t row, int64_t output,
     }
 }
 
-// Multiplies x by weights in words of N inputs, [n_out / FLOAT_OUTPUTS, n_in / N, FLOAT_OUTPUTS].
-template <int N>
+// Multiplies x by weights in words of N inputs, [n_out / FLOAT_OUTPUTS, n_in / N, FLOAT_OUTPUTS], or in codes for one
+// float32, [n_out / FLOAT_OUTPUTS, n_in / GROUP, CODED_GROUP] bytes.
+template <int N, bool CODED = false>
 void multiply_floats(const Call<float>& call, int n_thread) {
     constexpr int ROWS = N == 1 ? 6 : 4;  // rows of a group, whose sums fill the registers of AVX2
+    const int64_t block_bytes = CODED ? call.n_in / GROUP * CODED_GROUP : call.n_in * FLOAT_OUTPUTS * 4 / N;
 #pragma omp parallel num_threads(n_thread)
-    for (int64_t first = 0; first < call.n_row; first += PANEL) {
-        const int64_t last = std::min(first + PANEL, call.n_row), n_group = (last - first + ROWS - 1) / ROWS;
-        const int64_t per_group = (last - first + n_group - 1) / n_group;
-        const int64_t block_bytes = call.n_in * FLOAT_OUTPUTS * 4 / N, group_bytes = block_bytes / n_group;
+    {
+        std::vector<float> unpacked(CODED ? call.n_in * FLOAT_OUTPUTS : 0);
+        for (int64_t first = 0; first < call.n_row; first += PANEL) {
+            const int64_t last = std::min(first + PANEL, call.n_row), n_group = (last - first + ROWS - 1) / ROWS;
+            const int64_t per_group = (last - first + n_group - 1) / n_group, group_bytes = block_bytes / n_group;
+            const int step_bytes = CODED ? 0 : (4 * FLOAT_OUTPUTS + n_group - 1) / n_group;  // each group prefetches a part
 #pragma omp for schedule(static) nowait
-        for (int64_t output = 0; output < call.n_out; output += FLOAT_OUTPUTS) {
-            const char* next = call.weights + (output / FLOAT_OUTPUTS + 1) * block_bytes;  // each group prefetches a part
-            for (int64_t row = first; row < last; row += per_group, next += group_bytes)
-                with_rows<ROWS>(std::min(per_group, last - row), [&](auto size) {
-                    multiply_block<size, N>(call, row, output, {next, (int)((4 * FLOAT_OUTPUTS + n_group - 1) / n_group)});
-                });
+            for (int64_t output = 0; output < call.n_out; output += FLOAT_OUTPUTS) {
+                const char *weights = call.weights + output / FLOAT_OUTPUTS * block_bytes, *next = weights + block_bytes;
+                if (CODED) unpack_block(weights, call.n_in, unpacked.data()), weights = (const char*)unpacked.data();
+                for (int64_t row = first; row < last; row += per_group, next += group_bytes)
+                    with_rows<ROWS>(std::min(per_group, last - row), [&](auto size) {
+                        multiply_block<size, N>(call, row, output, weights, {next, step_bytes});
+                    });
+            }
         }
     }
 }
@@ -400,6 +427,7 @@ int multiply(int64_t storage, const Call<Number>& call, int n_thread) {
     } else {
         if (storage == 16) return multiply_floats<2>(call, n_thread), 0;
         if (storage == 32) return multiply_floats<1>(call, n_thread), 0;
+        if (storage == 1) return multiply_floats<1, true>(call, n_thread), 0;
     }
     return 1;
 }
@@ -411,8 +439,9 @@ int multiply(int64_t storage, const Call<Number>& call, int n_thread) {
 extern "C" const char* foretoken_refusal() { return amx::refusal(); }
 #endif
 
-// storage: bits of a weight, 32 (of x in float32), 16, 8 or 4; sizes: n_row, n_in (a multiple of 32), n_out (a multiple of 32), elements from
-// row to row of x. x and y are both bfloat16 or both float32. Returns 0 on success.
+// storage: bits of a weight, 16, 8 or 4, and for x in float32 also 32, or 1 for codes of 4 bits that stand for float32.
+// Sizes: n_row, n_in and n_out (multiples of 32), elements from row to row of x. x and y are both bfloat16 or both
+// float32. Returns 0 on success.
 extern "C" int foretoken_linear(int64_t storage, int64_t is_bfloat16, int64_t n_row, int64_t n_in, int64_t n_out,
                                 int64_t x_row, const void* x, const void* weights, const float* scales,
                                 const float* bias, void* y, int n_thread) {

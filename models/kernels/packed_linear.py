@@ -24,9 +24,10 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         weight, self.d_out = weight.detach(), len(weight)
-        kernel_weight = _packed(weight)
+        kernel_weight, self.bits = _packed(weight)
         in_cpp = kernel_weight is not None
-        in_onednn = not in_cpp or packs_twice(weight.device, weight.dtype)
+        self.is_packed_twice = in_cpp and packs_twice(weight.device, weight.dtype)
+        in_onednn = not in_cpp or self.is_packed_twice
         reorder = torch.ops.mkldnn._reorder_linear_weight
         bias_dtype = torch.float32 if in_cpp else weight.dtype
         bias = None if bias is None else bias.detach().to(bias_dtype, copy=True)
@@ -36,10 +37,10 @@ class PackedLinear(nn.Module):
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        packed = self.kernel_weight  # reading a buffer takes microseconds
+        if packed is not None and (not self.is_packed_twice or x.numel() < CHUNK * x.shape[-1]):
+            return linear_cpp.linear(x, packed, self.bits, self.d_out, None, self.bias)
         rows = x.reshape(-1, x.shape[-1])
-        if self.kernel_weight is not None and (self.onednn_weight is None or len(rows) < CHUNK):
-            bits = 8 * self.kernel_weight.itemsize
-            return linear_cpp.linear(x, self.kernel_weight, bits, self.d_out, None, self.bias)
         kernel = type(self), self.d_out, self.bias is None
         return multiply_rows(self.multiply, rows, kernel).view(*x.shape[:-1], self.d_out)
 
@@ -49,17 +50,20 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise.default(x, self.onednn_weight, bias, "none", [], "")
 
 
-def _packed(weight: Tensor) -> Tensor | None:
-    """Return a weight packed for the project's kernel, or None if oneDNN is to multiply it.
+def _packed(weight: Tensor) -> tuple[Tensor | None, int]:
+    """Return a weight packed for the project's kernel and its bits, or None if oneDNN is to multiply it.
 
-    Weights in float32 that 16 bits hold are stored in 16 bits, and multiplied in float32.
+    Weights in float32 that 4 or 16 bits hold are stored in these, and multiplied in float32.
     """
     if weight.dtype == torch.float32 and weight.device.type == "cpu" and linear_cpp.multiplies_floats(weight.shape):
-        in_16_bits = _rounded_exactly(weight)
-        return linear_cpp.pack_words(weight if in_16_bits is None else in_16_bits, linear_cpp.FLOAT_BLOCK)
+        if (codes := linear_cpp.pack_codes(weight)) is not None:
+            return codes, linear_cpp.CODED
+        if (rounded := _rounded_exactly(weight)) is not None:
+            return linear_cpp.pack_words(rounded, linear_cpp.FLOAT_BLOCK), 16
+        return linear_cpp.pack_words(weight, linear_cpp.FLOAT_BLOCK), 32
     if weight.dtype == torch.bfloat16 and linear_cpp.multiplies_best(weight):
-        return linear_cpp.pack_words(weight)
-    return None
+        return linear_cpp.pack_words(weight), 16
+    return None, 0
 
 
 def _rounded_exactly(weight: Tensor) -> Tensor | None:

@@ -41,6 +41,7 @@ def test_rates_and_percentiles_are_of_all_phases_requests():
     # A request's first token comes with its prefill, not out of a round.
     assert found["decode_tokens_per_second"] == 11 / 2.0
     assert found["between_share"] == 0.2
+    assert summary([Phase([BRIEF._replace(counts={"prompt_n": 3})], 1.0, {})])["prompt_tokens"] is None
 
 
 @contextmanager
