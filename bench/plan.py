@@ -196,7 +196,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
     if max_length is not None:
         capacity = min(max_length, source.config.max_context)
         if capacity < max_length:
-            say(f"note: {flag('max_length')} {max_length} is cut to {capacity}, the model's context")
+            say(f"note: rows hold {capacity} tokens, the model's context, not {max_length}")
         n_prompts, prefix_len = 0, min(TYPICAL_PROMPT, capacity // 4)
     elif prompts is not None:
         n_prompts, prefix_len = len(prompts), max(map(len, prompts))

@@ -44,7 +44,7 @@ def test_rounds_captured_at_the_start_decode_whatever_clients_ask_for(chat_check
 def test_rows_are_no_longer_than_the_context(chat_checkpoint, capsys):
     with serving(chat_checkpoint, "--gamma 0 --max_length 4000", PLAIN) as server:
         assert server.get("/info").json["max_total_tokens"] == 399
-    assert "--max_length 400" in capsys.readouterr().err
+    assert "rows hold 400 tokens" in capsys.readouterr().err
 
 
 def test_verified_drafts_are_logged(chat_checkpoint, tmp_path, capsys):
