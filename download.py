@@ -32,8 +32,8 @@ def main(flags: Flags) -> None:
         out_dir = flags.out_dir or ROOT / "checkpoints" / flags.repo_id
         download_repo(flags.repo_id, out_dir, gguf=flags.gguf, token=flags.hf_token)
     else:
-        if flags.hf_token is not None:
-            note_without_effect(["hf_token"], "the built-in model needs no token")
+        if unused := [name for name in ("gguf", "hf_token") if getattr(flags, name) is not None]:
+            note_without_effect(unused, "the built-in model is a single file for everybody")
         out_dir = flags.out_dir or DEFAULT_CHECKPOINT
         download_default(out_dir)
     if "MAKELEVEL" not in os.environ:  # make runs the next command itself

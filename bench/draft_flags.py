@@ -121,7 +121,8 @@ class DraftOptions:
         named = parse_draft(given.pop("draft", self.DEFAULT), is_whole="draft_model" not in known)
         if {"gamma", "gamma_schedule"} & named.keys() and given.get("gamma") == getattr(type(self), "gamma", None):
             given.pop("gamma", None)  # a program's default, such as the server's
-        if twice := [name for name in named if given.get(name, named[name]) != named[name]]:
+        twice = [name for name in named if given.get(name, named[name]) != named[name]]
+        if twice and given.get("gamma") != 0:  # 0 turns any draft off
             what = f"{flag('draft')} names another {twice[0]}"
             refuse(twice[0], given[twice[0]], named[twice[0]], what, f"leave out {flag(twice[0])}")
         options = [{**named, **given, **each} for each in chosen]

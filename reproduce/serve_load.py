@@ -108,7 +108,7 @@ def model_of(url: str) -> str:
     try:
         answer = httpx.get(f"{url}/v1/models", timeout=TIMEOUT_SECONDS, trust_env=False).raise_for_status()
         return str(answer.json()["data"][0]["id"])
-    except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, LookupError, TypeError, ValueError) as error:
         refuse("peers", f"{url}: {error}", "a server that answers /v1/models", "no model is named", "start the server")
 
 
@@ -232,10 +232,12 @@ class Flags:
         for name, value in least.items():
             require_at_least(name, getattr(self, name), value)
         require_at_least("clients", min(self.clients), 1)
+        names = [*MODES]
         for peer in self.peers:
             name, _, url = peer.partition("=")
-            if not url or name in MODES:
-                refuse("peers", peer, f"NAME=URL, and another name than {' and '.join(MODES)}")
+            if not url.startswith("http") or name in ("", *names):
+                refuse("peers", peer, f"NAME=URL, and another name than {', '.join(names)}")
+            names.append(name)
         require_appendable(self.output.output)
 
     def n_talks(self, n_clients: int) -> int:
@@ -245,7 +247,7 @@ class Flags:
     def endpoints(self, url: str) -> dict[str, Endpoint]:
         how = {"max_tokens": self.gen_len, "temperature": self.temperature}
         found = {mode: Endpoint(url, how | {"speculate": mode == SPECULATION}) for mode in MODES}
-        others = (peer.split("=", 1) for peer in self.peers)
+        others = (peer.rstrip("/").split("=", 1) for peer in self.peers)
         return found | {name: Endpoint(url, how | {"model": model_of(url)}) for name, url in others}
 
 

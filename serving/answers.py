@@ -12,7 +12,7 @@ from typing import Any
 from bench.record import rounded
 from engine.stats import Counts, total
 from models.checkpoints.reasoning import TAGS, certain_end, parted
-from models.checkpoints.text_stream import TextStream
+from models.checkpoints.text_stream import LONGEST_CHARACTER, TextStream
 from models.checkpoints.tokenizer import Tokenizer
 from models.checkpoints.tool_calls import MARKS, ToolCallParser
 from serving.scheduler import ServedRequest, Update
@@ -139,7 +139,9 @@ class Answer:
 
     def continue_text(self, prompt: Sequence[int]) -> None:
         """Decode the answer as what follows a prompt that is no conversation, before the first token comes."""
-        self._stream = TextStream(self.tokenizer, prompt[-1:])
+        ends = (prompt[-n:] for n in range(1, LONGEST_CHARACTER + 1))
+        whole = (end for end in ends if not self.tokenizer.decode(end).endswith("\ufffd"))
+        self._stream = TextStream(self.tokenizer, next(whole, ()))
 
     @property
     def text(self) -> str:

@@ -45,7 +45,7 @@ class ServedDraft(DraftFlags):
 
     gamma: int | Literal["auto"] = "auto"
     """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured when the server starts and the
-    acceptance seen so far, chosen before every round; 0: plain decoding"""
+    acceptance seen so far, chosen before every round, unless --draft names a length; 0: plain decoding"""
     draft_ranks: tuple[int, ...] | None = None
     """standalone: ranks that share the draft (default: those of --rank_group)"""
 

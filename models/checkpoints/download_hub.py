@@ -34,6 +34,9 @@ def download_repo(repo_id: str, out_dir: Path, *, gguf: str | None = None, token
         required = "a repository that can be downloaded, and room on the disk"
         fix = "mend that (--repo_id, --hf_token, its licence on its Hub page) and run download.py again: it resumes"
         refuse_checkpoint(f"repository {repo_id}", seen, required, fix=fix)
+    if gguf and not names:
+        seen = ", ".join(sorted(name for name in siblings if name.endswith(".gguf"))) or "none"
+        refuse("gguf", gguf, f"a .gguf file of {repo_id}: {seen}", "there is no such file", error=CheckpointError)
     if not names:
         required = "a repository with model*.safetensors, pytorch_model*.bin or *.gguf at its top level"
         refuse_checkpoint(f"repository {repo_id}", sorted(siblings)[:6], required, fix="choose another repository")
@@ -55,7 +58,9 @@ def select_files(names: Iterable[str], gguf: str | None = None) -> list[str]:
     """Return the files to fetch: the first weight format present, or that GGUF, config and tokenizer; empty without
     weights."""
     top_level = sorted(name for name in names if "/" not in name)
-    for pattern in [gguf] if gguf else WEIGHT_PATTERNS:
+    if gguf:
+        return sorted({gguf, *SIDE_FILES}.intersection(top_level)) if gguf in top_level else []
+    for pattern in WEIGHT_PATTERNS:
         if weights := fnmatch.filter(top_level, pattern):
             return sorted({*weights, *SIDE_FILES}.intersection(top_level))
     return []

@@ -6,17 +6,18 @@ from models.checkpoints.tokenizer import Tokenizer
 
 # After this many tokens without a complete end, the certain part of their text is returned: it may never be complete.
 MOST_PENDING = 16
-# A character has at most four bytes, so an incomplete character is in the last three tokens.
-INCOMPLETE = 3
+# Bytes of a character, and so tokens, at most; an incomplete character is in the last three tokens.
+LONGEST_CHARACTER = 4
+INCOMPLETE = LONGEST_CHARACTER - 1
 
 
 class TextStream:
     """The text of a row's new tokens. Each token is decoded together with the tokens before it, because some tokenizers
-    drop a space at the beginning of a text. before: tokens that the text continues, if they end a character."""
+    drop a space at the beginning of a text. before: tokens that the text continues, which end a character."""
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._done = [] if tokenizer.decode(before).endswith("\ufffd") else list(before)
+        self._done = list(before)
         self._pending: list[int] = []
 
     def add(self, token: int) -> str:

@@ -16,7 +16,6 @@ from models.kernels.build import BuildError, choose, use_kernel
 
 BLOCK = 32  # outputs that are stored together; inputs that share a scale in 4 bits
 FLOAT_BLOCK = 16  # outputs that are stored together if the layer's inputs are in float32
-CODED_BYTES = 0.75  # of a weight in `pack_codes`
 CODED = 1  # in the place of a number of bits: codes of 4 bits, multiplied as the float32 that they stand for
 
 
@@ -73,12 +72,21 @@ def pack_words(weight: Tensor, block: int = BLOCK) -> Tensor:
 
 def pack_codes(weight: Tensor) -> Tensor | None:
     """Pack float32 `[d_out, d_in]` as codes of 4 bits, for layers with inputs in float32; None unless every number of a
-    BLOCK of inputs is `code * scale + zero` with a scale in float16, as in Q4_1 of a GGUF.
+    BLOCK of inputs is `code * scale + zero` with a scale in float16, and its codes reach from 0 to 15, as llama.cpp
+    quantises to Q4_1 without an importance matrix.
 
     Returns: `[d_out / FLOAT_BLOCK, d_in / BLOCK, 384]` bytes: 256 of codes, then scales and zeros in float32.
     """
-    if len(weight) > FLOAT_BLOCK and pack_codes(weight[:FLOAT_BLOCK]) is None:
-        return None
+    packed = []
+    for piece in weight.split(64 * FLOAT_BLOCK):  # copies of a whole weight would be large
+        if (codes := _pack_piece(piece)) is None:
+            return None
+        packed.append(codes)
+    return torch.cat(packed)
+
+
+def _pack_piece(weight: Tensor) -> Tensor | None:
+    """Return the packed codes of some outputs; None if codes do not hold their weights."""
     groups = weight.unflatten(1, (-1, BLOCK))
     zero, top = groups.aminmax(dim=2, keepdim=True)
     scale = ((top - zero) / 15).half().float()

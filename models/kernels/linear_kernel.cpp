@@ -13,7 +13,6 @@
 #include <memory>
 #include <numeric>
 #include <type_traits>
-#include <vector>
 
 #if defined(__AVX2__) && defined(__FMA__)  // else the library has no function
 #include <immintrin.h>
@@ -397,7 +396,7 @@ void multiply_floats(const Call<float>& call, int n_thread) {
     const int64_t block_bytes = CODED ? call.n_in / GROUP * CODED_GROUP : call.n_in * FLOAT_OUTPUTS * 4 / N;
 #pragma omp parallel num_threads(n_thread)
     {
-        std::vector<float> unpacked(CODED ? call.n_in * FLOAT_OUTPUTS : 0);
+        const std::unique_ptr<float[]> unpacked(CODED ? new float[call.n_in * FLOAT_OUTPUTS] : nullptr);
         for (int64_t first = 0; first < call.n_row; first += PANEL) {
             const int64_t last = std::min(first + PANEL, call.n_row), n_group = (last - first + ROWS - 1) / ROWS;
             const int64_t per_group = (last - first + n_group - 1) / n_group, group_bytes = block_bytes / n_group;
@@ -405,7 +404,7 @@ void multiply_floats(const Call<float>& call, int n_thread) {
 #pragma omp for schedule(static) nowait
             for (int64_t output = 0; output < call.n_out; output += FLOAT_OUTPUTS) {
                 const char *weights = call.weights + output / FLOAT_OUTPUTS * block_bytes, *next = weights + block_bytes;
-                if (CODED) unpack_block(weights, call.n_in, unpacked.data()), weights = (const char*)unpacked.data();
+                if (CODED) unpack_block(weights, call.n_in, unpacked.get()), weights = (const char*)unpacked.get();
                 for (int64_t row = first; row < last; row += per_group, next += group_bytes)
                     with_rows<ROWS>(std::min(per_group, last - row), [&](auto size) {
                         multiply_block<size, N>(call, row, output, weights, {next, step_bytes});
