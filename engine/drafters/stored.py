@@ -20,7 +20,7 @@ from models.kernels.pointwise import compiled, use_pointwise
 from models.kernels.pointwise_cpp import pointwise_for
 from models.llama import attention_spec
 from models.names import Backend
-from models.storage import model_bytes
+from models.storage import coded_bytes_saved, model_bytes
 from models.tensor_parallel import ModelRanks, Shard, shard_config
 
 
@@ -132,7 +132,9 @@ def step_bytes(weights: Weights, group: Sequence[int], device: str) -> int:
     config = largest_shard(weights.config, group)
     is_head = config.tie_embeddings and weights.quantize is None and not can_pack(device, weights.dtype)
     table = 0 if is_head else config.vocab_size * config.dim * weights.dtype.itemsize
-    return weights_bytes(weights, group, device) - table
+    is_plain = weights.quantize is None and weights.dtype == torch.float32 and can_pack(device, weights.dtype)
+    saved = coded_bytes_saved(config, weights.source.published) if is_plain else 0
+    return weights_bytes(weights, group, device) - table - saved
 
 
 def weights_bytes(weights: Weights, group: Sequence[int], device: str) -> int:
