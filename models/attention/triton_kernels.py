@@ -126,7 +126,7 @@ def _attend_tile(
     acc *= decay[:, None]
     if QUANTIZED:
         weights *= value_scale[None, :]
-    if QUANTIZED and q.dtype == tl.float16:  # small weights times a scale underflow unless they are scaled back
+    if QUANTIZED and q.dtype == tl.float16:  # small weights times a scale would underflow
         top = tl.maximum(tl.max(weights, 1), 1e-30)[:, None]
         acc += top * tl.dot((weights / top).to(q.dtype), v.to(q.dtype), input_precision="ieee")
     else:
