@@ -189,6 +189,13 @@ class KVCache(ABC):
         self.positions[row] = EMPTY
 
     @property
+    def by_layer(self) -> list[Tensor] | None:
+        """All tensors `[n_layer, ...]` of which each layer writes and reads its part, like other layers; None if layers
+        do more than that."""
+        is_plain = type(self).write is KVCache.write and type(self).read is KVCache.read
+        return [x for x in (self.entries, self.scales) if x is not None] if is_plain else None
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All tensors that hold a row's tokens."""
         return [x for x in (self.entries, self.scales, self.positions) if x is not None]

@@ -62,6 +62,11 @@ class ObservingKVCache(WriteThroughKVCache):
         seen[self.draft.row_indices, : queries.shape[1]] = queries
         return kv
 
+    @property
+    def by_layer(self) -> list[Tensor] | None:
+        through = super().by_layer
+        return None if through is None or not self.scores.as_shares else [*through, self.scores.seen]
+
     def view(self, rows: slice | Tensor = slice(None), extent: int | None = None) -> ObservingKVCache:
         return ObservingKVCache(super().view(rows, extent))
 

@@ -16,6 +16,8 @@ class ReadOnlyKVCache:
     """A view of a cache that already holds the forward's tokens: they run again, and nothing is written. `queries`:
     the forward's queries of each layer in order, `[B, T, n_head, head_dim]`."""
 
+    by_layer = None
+
     def __init__(self, cache: KVCache) -> None:
         self.in_order, self.block_ends_view, self.rows = cache.in_order, cache.block_ends_view, cache.rows
         self.positions, self.rotary_positions, self._read = cache.positions, cache.rotary_positions, cache.read
@@ -35,7 +37,7 @@ class ReadOnlyKVCache:
 class NoCache:
     """Makes the forward's tokens the only ones that it sees; gradients flow through them."""
 
-    in_order, block_ends_view, rows = True, True, None
+    in_order, block_ends_view, rows, by_layer = True, True, None, None
 
     def __init__(self, positions: torch.Tensor) -> None:
         self.positions = positions
@@ -85,6 +87,12 @@ class WriteThroughKVCache:
     @property
     def positions(self) -> torch.Tensor:
         return self.target.positions
+
+    @property
+    def by_layer(self) -> list[torch.Tensor] | None:
+        """See `KVCache.by_layer`."""
+        read, written = self.target.by_layer, self.draft.by_layer
+        return None if read is None or written is None or self.layers is not None else [*read, *written]
 
     def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.target.rotary_positions(positions)

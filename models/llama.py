@@ -14,6 +14,7 @@ from models.attention import AttentionBackend, AttentionSpec, Slots, TorchAttent
 from models.config import ModelConfig
 from models.experts import StackedExperts, route
 from models.kernels.pointwise import EAGER, HeadNorm, Pointwise, norm_heads
+from models.kernels.repeated_blocks import RepeatedBlocks
 from models.rope import Rope, Rotation, rope_of, rotate, rotation
 
 # Prepares attention for each layer from the positions `[B, T]` of a block, the slots, and the dtype.
@@ -174,6 +175,7 @@ class Transformer(nn.Module):
         self.output: nn.Module | None = None
         if not config.tie_embeddings:
             self.output = Head(config.dim, config.vocab_size, bias=False)
+        self._repeated: RepeatedBlocks | None = None
         # Not a buffer: frequencies stay in float32 when the weights are cast.
         self._rope = rope_of(config)
 
@@ -232,14 +234,23 @@ class Transformer(nn.Module):
 
         Returns the stream, the last block's update, which is not added yet, and the inputs of layers `inputs_of`.
         """
-        inputs = []
-        for index, layer in enumerate(self.layers):
+        inputs, index, n_layer = list[Tensor](), 0, len(self.layers)
+        while index < n_layer:
             if index in inputs_of:
                 inputs.append(x + update)
-            x, update = layer(x, update, step, index)
-        if len(self.layers) in inputs_of:
+            end = min(i for i in (*inputs_of, n_layer) if i > index)
+            x, update, index = self._run_blocks(x, update, step, index, end)
+        if n_layer in inputs_of:
             inputs.append(x + update)
         return x, update, inputs
+
+    def _run_blocks(self, x: Tensor, update: Tensor, step: Step, first: int, end: int) -> tuple[Tensor, Tensor, int]:
+        """Run block `first`, or all up to `end` where one call can; also return the number of the block to run next."""
+        if self.pointwise.repeat is None:
+            return *self.layers[first](x, update, step, first), first + 1
+        if self._repeated is None or self._repeated.layers is not self.layers:
+            self._repeated = RepeatedBlocks(self.layers, self.pointwise.repeat)
+        return self._repeated.run(x, update, step, first, end)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits `[..., vocab_size]` of hidden states `[..., dim]`, in `logits_dtype`."""

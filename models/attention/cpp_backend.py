@@ -1,7 +1,6 @@
 """The `cpp` backend: a C++ kernel for CPUs that reads every key and value once."""
 
 import ctypes
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from kv_cache.entries import KV
 from models.attention.base import AnySlots, AttentionSpec
 from models.kernels.build import load_library
+from models.kernels.calls import call
 
 HEAD_DIMS = (64, 80, 96, 128)
 # Dtypes of cache entries, at their numbers in the kernel.
@@ -48,7 +48,7 @@ class CppAttention:
     name = "cpp"
 
     def __init__(self, kernel: ctypes.CDLL | None = None) -> None:
-        self._kernel = kernel or load_library("attention")
+        self.kernel = kernel or load_library("attention")
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> CppPrepared:
         return CppPrepared(queries.contiguous(), spec.sliding_window or 0, slots.positions.contiguous())
@@ -81,12 +81,5 @@ class CppAttention:
         assert all(step * kv.keys.element_size() % 4 == 0 for step in (*kv.keys.stride()[:3], *kv.values.stride()[:3]))
         assert q.stride(-1) == kv.keys.stride(-1) == kv.values.stride(-1) == 1 and kv.values.dtype == kv.keys.dtype
         read = q, kv.rows, kv.keys, kv.values, kv.key_scales, kv.value_scales, slots, prepared.newest
-        failed = self.run("attend", sizes, (*read, *packed, partials, out, kv.chunk_scores))
-        assert not failed, f"head_dim {head_dim} and {kv.keys.dtype} entries were checked before"
+        call(self.kernel.foretoken_attend, sizes, (*read, *packed, partials, kv.chunk_scores, out))
         return out
-
-    def run(self, name: str, sizes: Sequence[int], tensors: Iterable[Tensor | None]) -> int:
-        """Call a function of the kernel with a struct of sizes and pointers to tensors, and the number of threads."""
-        words = *sizes, *(0 if x is None else x.data_ptr() for x in tensors)
-        call = (ctypes.c_int64 * len(words))(*words)
-        return getattr(self._kernel, f"foretoken_{name}")(call, ctypes.c_int(torch.get_num_threads()))

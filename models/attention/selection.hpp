@@ -49,7 +49,7 @@ struct Choice {
     int64_t* chosen;
 };
 
-void foretoken_best_chunks(const Choice* call, int n_thread) {
+int foretoken_best_chunks(const Choice* call, int n_thread) {
     const Choice& at = *call;
 #pragma omp parallel num_threads(n_thread)
     {
@@ -62,6 +62,7 @@ void foretoken_best_chunks(const Choice* call, int n_thread) {
                         at.n_chosen, ranks, best, at.chosen + task * at.n_chosen);
         }
     }
+    return 0;
 }
 
 // Assigns chosen slots to places. A slot that has a place keeps it, which is then EMPTY in `chosen`; new slots get places
@@ -74,7 +75,7 @@ struct Places {
     const bool* is_new;
 };
 
-void foretoken_keep_chosen(const Places* call, int n_thread) {
+int foretoken_keep_chosen(const Places* call, int n_thread) {
     const Places& at = *call;
     const int64_t n = at.n_chosen;
 #pragma omp parallel num_threads(n_thread)
@@ -100,6 +101,7 @@ void foretoken_keep_chosen(const Places* call, int n_thread) {
             for (int64_t i = 0; i < n; ++i) slots[i] = stays[i] ? EMPTY : sources[i] = missing[--count];
         }
     }
+    return 0;
 }
 
 // Vectors of `size` elements of item_size bytes; narrows: float becomes bfloat16. Strides are those of keys and values,
@@ -139,8 +141,9 @@ void copy_chosen(const Copy& at, int n_thread) {
 
 }  // namespace
 
-extern "C" void foretoken_copy_chosen(const Copy* call, int n_thread) {
-    if (call->narrows) return copy_chosen<float, bfloat16>(*call, n_thread);
-    if (call->item_size == 4) return copy_chosen<float, float>(*call, n_thread);
-    return call->item_size == 2 ? copy_chosen<bfloat16, bfloat16>(*call, n_thread) : copy_chosen<int8_t, int8_t>(*call, n_thread);
+extern "C" int foretoken_copy_chosen(const Copy* call, int n_thread) {
+    if (call->narrows) return copy_chosen<float, bfloat16>(*call, n_thread), 0;
+    if (call->item_size == 4) return copy_chosen<float, float>(*call, n_thread), 0;
+    if (call->item_size == 2) return copy_chosen<bfloat16, bfloat16>(*call, n_thread), 0;
+    return copy_chosen<int8_t, int8_t>(*call, n_thread), 0;
 }

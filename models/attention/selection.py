@@ -8,6 +8,7 @@ from kv_cache.base import KVCache
 from kv_cache.refreshed import RefreshedKVCache, SelectionOps
 from models.attention.base import AttentionBackend
 from models.attention.cpp_backend import CppAttention
+from models.kernels.calls import call
 
 
 def selection_ops(backend: AttentionBackend, entries: Tensor) -> SelectionOps:
@@ -26,13 +27,13 @@ class CppSelectionOps(SelectionOps):
     """SelectionOps by the library of the C++ backend."""
 
     def __init__(self, backend: CppAttention) -> None:
-        self._run = backend.run
+        self._kernel = backend.kernel
 
     def best_chunks(self, share: Tensor, chunk: int, ends: Tensor, n_first: int, n_chosen: int) -> Tensor:
         chosen = torch.empty(*share.shape[:2], n_chosen, dtype=torch.int64)
         assert share.dtype == torch.float32 and share.stride(-1) == 1
         sizes = [*share.shape, *share.stride()[:2], chunk, n_chosen, n_first]
-        self._run("best_chunks", sizes, (share, ends, chosen))
+        call(self._kernel.foretoken_best_chunks, sizes, (share, ends, chosen))
         return chosen
 
     def copy_chosen(
@@ -45,11 +46,11 @@ class CppSelectionOps(SelectionOps):
         assert chosen.is_contiguous() and chosen.shape[-1] == to.source_slots.shape[-1]
         read_rows, written_rows = source.row_indices.contiguous(), to.row_indices.contiguous()
         sizes = [*chosen.shape, source.capacity]
-        self._run("keep_chosen", sizes, (to.source_slots[to_layer], written_rows, chosen, is_new))
+        call(self._kernel.foretoken_keep_chosen, sizes, (to.source_slots[to_layer], written_rows, chosen, is_new))
         pairs = [(source.entries[from_layer], to.entries[to_layer])]
         if source.scales is not None and to.scales is not None:
             pairs += [(source.scales[from_layer][..., None], to.scales[to_layer][..., None])]
         for read, written in pairs:
             strides = *read.stride()[:4], *written.stride()[:4]
             sizes = [read.element_size(), narrows, *chosen.shape, read.shape[-1], *strides]
-            self._run("copy_chosen", sizes, (read, written, read_rows, written_rows, chosen, is_new))
+            call(self._kernel.foretoken_copy_chosen, sizes, (read, written, read_rows, written_rows, chosen, is_new))

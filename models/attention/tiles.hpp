@@ -32,8 +32,8 @@ struct Call {
     const bfloat16 *key_grids, *value_grids;
     const int64_t* packed_slots;
     float* workspace;
-    void* out;  // [batch, tokens, heads, head_dim]
     float* chunk_scores;  // `KV.chunk_scores`, or null
+    void* out;  // [batch, tokens, heads, head_dim]
 };
 
 // Computes scores of N query rows against a tile, as multiples of log2(e). q: words, by row and plane.

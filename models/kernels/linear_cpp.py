@@ -6,13 +6,13 @@ A row's bits do not depend on the other rows or on the number of threads. Gradie
 import ctypes
 import functools
 from collections.abc import Sequence
-from ctypes import c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from models.kernels.build import BuildError, choose, use_kernel
+from models.kernels.calls import call
 
 BLOCK = 32  # outputs that are stored together; inputs that share a scale in 4 bits
 FLOAT_BLOCK = 16  # outputs that are stored together if the layer's inputs are in float32
@@ -29,7 +29,6 @@ def function_of(library: ctypes.CDLL) -> Any:
     """Return the function of a built library. Raises BuildError if the build lacks the instructions."""
     if not hasattr(library, "foretoken_linear"):
         raise BuildError("it needs AVX2")
-    library.foretoken_linear.argtypes = [*[c_int64] * 6, *[c_void_p] * 5, c_int]
     return library.foretoken_linear
 
 
@@ -141,7 +140,5 @@ def linear(
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     y = x.new_empty(*x.shape[:-1], d_out)
     sizes = bits, x.dtype == torch.bfloat16, len(rows), rows.shape[1], d_out, rows.stride(0)
-    pointers = (None if tensor is None else tensor.data_ptr() for tensor in (rows, packed, scale, bias, y))
-    failed = (function or _kernel())(*sizes, *pointers, torch.get_num_threads())
-    assert not failed, f"{bits} bits and {x.dtype} were checked before"
+    call(function or _kernel(), sizes, (rows, packed, scale, bias, y))
     return y

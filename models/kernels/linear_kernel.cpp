@@ -438,17 +438,24 @@ int multiply(int64_t storage, const Call<Number>& call, int n_thread) {
 extern "C" const char* foretoken_refusal() { return amx::refusal(); }
 #endif
 
-// storage: bits of a weight, 16, 8 or 4, and for x in float32 also 32, or 1 for codes of 4 bits that stand for float32.
-// Sizes: n_row, n_in and n_out (multiples of 32), elements from row to row of x. x and y are both bfloat16 or both
-// float32. Returns 0 on success.
-extern "C" int foretoken_linear(int64_t storage, int64_t is_bfloat16, int64_t n_row, int64_t n_in, int64_t n_out,
-                                int64_t x_row, const void* x, const void* weights, const float* scales,
-                                const float* bias, void* y, int n_thread) {
+// Words of a call. storage: bits of a weight, 16, 8 or 4, and for x in float32 also 32, or 1 for codes of 4 bits that
+// stand for float32. Sizes: n_row, n_in and n_out (multiples of 32), elements from row to row of x. x and y are both
+// bfloat16 or both float32.
+struct Linear {
+    int64_t storage, is_bfloat16, n_row, n_in, n_out, x_row;
+    const void *x, *weights;
+    const float *scales, *bias;
+    void* y;
+};
+
+// Returns 0 on success.
+extern "C" int foretoken_linear(const Linear* words, int n_thread) {
+    const Linear& c = *words;
     const auto call = [&](auto number) {
         using Number = decltype(number);
-        return multiply<Number>(storage, {n_row, n_in, n_out, x_row, (const Number*)x, (const char*)weights, scales, bias,
-                                          (Number*)y}, n_thread);
+        return multiply<Number>(c.storage, {c.n_row, c.n_in, c.n_out, c.x_row, (const Number*)c.x, (const char*)c.weights,
+                                            c.scales, c.bias, (Number*)c.y}, n_thread);
     };
-    return is_bfloat16 ? call(bfloat16{}) : call(float{});
+    return c.is_bfloat16 ? call(bfloat16{}) : call(float{});
 }
 #endif

@@ -54,7 +54,8 @@ def swiglu(gate_and_up: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Pointwise:
-    """An implementation of the functions above."""
+    """An implementation of the functions above. repeat: a kernel that repeats calls of these and other kernels, for
+    `RepeatedBlocks`; None without one."""
 
     name: str = "eager"
     add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_norm
@@ -62,6 +63,7 @@ class Pointwise:
     pack: Callable[[Tensor, Tensor], Tensor] = pack
     swiglu: Callable[[Tensor], Tensor] = swiglu
     store: Store = store
+    repeat: Any = None
 
 
 EAGER = Pointwise()

@@ -25,6 +25,8 @@ def cases() -> Iterator[Case]:
         normal = partial(torch.randn, generator=torch.Generator().manual_seed(dim))
         x, update, weight = (3 * normal(3, n_row, dim + 3)).to(dtype)[..., :dim]
         heads, gates = (8 * normal(n_row, size + 3, 50).to(dtype)[:, :size] for size in (5, dim // 25))
+        entries = normal(n_row, 7, 50).to(dtype)
+        entries[0, 1, 0], entries[1, 4, 3] = float("nan"), -float("inf")
         turns = rotation(torch.arange(n_row) * 37, Rope(torch.linspace(0.01, 1, 25), torch.ones(25)), dtype)
         norm = HeadNorm(normal(2, 50).to(dtype), 3, 1e-6)
         for name, arguments in {
@@ -32,6 +34,7 @@ def cases() -> Iterator[Case]:
             "rotate_heads": (heads, turns),
             "rotate_heads, normalised": (heads, turns, norm),
             "swiglu": (gates.flatten(1),),
+            "pack": (entries[:, :2], entries[:, 3:5]),
         }.items():
             compute = partial(_call, name, arguments)
             yield Case(f"{dtype_name(dtype)}, {name}", ALLOWED[dtype], compute, compute(EAGER))

@@ -150,6 +150,15 @@ void swiglu(const T* gate, const T* up, int64_t n_out, T* out) {
     });
 }
 
+// Numbers that are not finite become 0.
+template <typename T>
+void copy_finite(const T* x, int64_t n, T* out) {
+    in_vectors(n, [&](int64_t i, auto n) {
+        const vec value = load(x + i, n);
+        store(out + i, value - value == vec{} ? value : vec{}, n);
+    });
+}
+
 // To 8 bits by the largest magnitude, as entries.quantize does; returns the scale.
 template <typename T>
 float to_int8(const T* x, int64_t size, int8_t* out) {
@@ -180,64 +189,129 @@ void in_rows_of(int64_t bytes, int64_t n_row, int64_t width, int n_thread, const
 
 }  // namespace
 
-// Strides are in elements. What is written is contiguous, as are the weight, the cosines and the sines.
-extern "C" {
+// Words of the calls. Strides are in elements. What is written is contiguous, as are the weight, the cosines and the
+// sines.
+struct AddNorm {
+    int64_t bytes, n_row, dim, x_row, update_row;
+    double eps;
+    const void *x, *update, *weight;
+    void *sums, *normed;
+};
 
-void foretoken_add_norm(int64_t bytes, int64_t n_row, int64_t dim, const void* x, int64_t x_row, const void* update,
-                        int64_t update_row, const void* weight, float eps, void* sums, void* normed, int n_thread) {
-    in_rows_of(bytes, n_row, dim, n_thread, [&](auto* element, int64_t row) {
-        using T = std::remove_pointer_t<decltype(element)>;
-        add_norm((const T*)x + row * x_row, (const T*)update + row * update_row, (const T*)weight, eps, dim,
-                 (T*)sums + row * dim, (T*)normed + row * dim);
-    });
-}
+struct RotateHeads {
+    int64_t bytes, n_token, n_head, head_dim, token, head, n_query;
+    double eps;
+    const void *heads, *cos, *signed_sin;
+    const void* weight;  // null, or of the norm of the first n_query heads, then that of the others
+    void* out;
+};
 
-// weight: null, or of the norm of the first n_query heads, then that of the others.
-void foretoken_rotate_heads(int64_t bytes, int64_t n_token, int64_t n_head, int64_t head_dim, const void* heads,
-                            int64_t token, int64_t head, const void* cos, const void* signed_sin, const void* weight,
-                            int64_t n_query, float eps, void* out, int n_thread) {
-    in_rows_of(bytes, n_token, n_head * head_dim, n_thread, [&](auto* element, int64_t t) {
-        using T = std::remove_pointer_t<decltype(element)>;
-        for (int64_t h = 0; h < n_head; ++h) {
-            const T* from = (const T*)heads + t * token + h * head;
-            T* to = (T*)out + (t * n_head + h) * head_dim;
-            if (weight) {
-                norm(from, (const T*)weight + (h < n_query ? 0 : head_dim), eps, head_dim, to);
-                from = to;
-            }
-            rotate(from, (const T*)cos + t * head_dim, (const T*)signed_sin + t * head_dim, head_dim / 2, to);
-        }
-    });
-}
+struct Swiglu {
+    int64_t bytes, n_row, n_out, in_row;
+    const void* gate_and_up;
+    void* out;
+};
 
-void foretoken_swiglu(int64_t bytes, int64_t n_row, int64_t n_out, const void* gate_and_up, int64_t in_row, void* out,
-                      int n_thread) {
-    in_rows_of(bytes, n_row, n_out, n_thread, [&](auto* element, int64_t row) {
-        using T = std::remove_pointer_t<decltype(element)>;
-        const T* gate = (const T*)gate_and_up + row * in_row;
-        swiglu(gate, gate + n_out, n_out, (T*)out + row * n_out);
-    });
-}
+struct Pack {
+    int64_t bytes, n_token, width, key_token, value_token;  // width: of all heads, which are contiguous
+    const void *keys, *values;
+    void* out;
+};
 
 // `made [n_row, n_token, 2, n_head, head_dim]` goes to slots of rows of entries, with scales as int8, without as it is.
 // Strides: of both, row, head and slot.
-void foretoken_store(int64_t bytes, int64_t n_row, int64_t n_token, int64_t n_head, int64_t head_dim, const void* made,
-                     const int64_t* rows, const int64_t* slots, const int64_t* strides, void* entries,
-                     const int64_t* scale_strides, float* scales, int n_thread) {
-    in_rows_of(bytes, n_row * n_token, 2 * n_head * head_dim, n_thread, [&](auto* element, int64_t token) {
+struct Store {
+    int64_t bytes, n_row, n_token, n_head, head_dim, strides[4], scale_strides[4];
+    const void* made;
+    const int64_t *rows, *slots;
+    void* entries;
+    float* scales;
+};
+
+// n_call calls of kernels, n_time times: the functions, and the words of all calls, one after another.
+struct Repeat {
+    int64_t n_time, n_call;
+    int (*const *functions)(const int64_t* words, int n_thread);
+    const int64_t *n_word, *words;
+};
+
+extern "C" {
+
+int foretoken_add_norm(const AddNorm* call, int n_thread) {
+    const AddNorm& c = *call;
+    in_rows_of(c.bytes, c.n_row, c.dim, n_thread, [&](auto* element, int64_t row) {
         using T = std::remove_pointer_t<decltype(element)>;
-        const int64_t row = rows[token / n_token], slot = slots[token];
-        for (int64_t i = 0; i < 2 * n_head; ++i) {
-            const auto place = [&](const int64_t* by) {
-                return i / n_head * by[0] + row * by[1] + i % n_head * by[2] + slot * by[3];
-            };
-            const T* from = (const T*)made + (token * 2 * n_head + i) * head_dim;
-            if (scales)
-                scales[place(scale_strides)] = to_int8(from, head_dim, (int8_t*)entries + place(strides));
-            else
-                std::memcpy((T*)entries + place(strides), from, head_dim * sizeof *from);
+        add_norm((const T*)c.x + row * c.x_row, (const T*)c.update + row * c.update_row, (const T*)c.weight,
+                 (float)c.eps, c.dim, (T*)c.sums + row * c.dim, (T*)c.normed + row * c.dim);
+    });
+    return 0;
+}
+
+int foretoken_rotate_heads(const RotateHeads* call, int n_thread) {
+    const RotateHeads& c = *call;
+    in_rows_of(c.bytes, c.n_token, c.n_head * c.head_dim, n_thread, [&](auto* element, int64_t t) {
+        using T = std::remove_pointer_t<decltype(element)>;
+        const T *cos = (const T*)c.cos + t * c.head_dim, *signed_sin = (const T*)c.signed_sin + t * c.head_dim;
+        for (int64_t h = 0; h < c.n_head; ++h) {
+            const T* from = (const T*)c.heads + t * c.token + h * c.head;
+            T* to = (T*)c.out + (t * c.n_head + h) * c.head_dim;
+            if (c.weight) {
+                norm(from, (const T*)c.weight + (h < c.n_query ? 0 : c.head_dim), (float)c.eps, c.head_dim, to);
+                from = to;
+            }
+            rotate(from, cos, signed_sin, c.head_dim / 2, to);
         }
     });
+    return 0;
+}
+
+int foretoken_swiglu(const Swiglu* call, int n_thread) {
+    const Swiglu& c = *call;
+    in_rows_of(c.bytes, c.n_row, c.n_out, n_thread, [&](auto* element, int64_t row) {
+        using T = std::remove_pointer_t<decltype(element)>;
+        const T* gate = (const T*)c.gate_and_up + row * c.in_row;
+        swiglu(gate, gate + c.n_out, c.n_out, (T*)c.out + row * c.n_out);
+    });
+    return 0;
+}
+
+int foretoken_pack(const Pack* call, int n_thread) {
+    const Pack& c = *call;
+    in_rows_of(c.bytes, c.n_token, 2 * c.width, n_thread, [&](auto* element, int64_t t) {
+        using T = std::remove_pointer_t<decltype(element)>;
+        T* to = (T*)c.out + 2 * t * c.width;
+        copy_finite((const T*)c.keys + t * c.key_token, c.width, to);
+        copy_finite((const T*)c.values + t * c.value_token, c.width, to + c.width);
+    });
+    return 0;
+}
+
+int foretoken_store(const Store* call, int n_thread) {
+    const Store& c = *call;
+    in_rows_of(c.bytes, c.n_row * c.n_token, 2 * c.n_head * c.head_dim, n_thread, [&](auto* element, int64_t token) {
+        using T = std::remove_pointer_t<decltype(element)>;
+        const int64_t row = c.rows[token / c.n_token], slot = c.slots[token];
+        for (int64_t i = 0; i < 2 * c.n_head; ++i) {
+            const auto place = [&](const int64_t* by) {
+                return i / c.n_head * by[0] + row * by[1] + i % c.n_head * by[2] + slot * by[3];
+            };
+            const T* from = (const T*)c.made + (token * 2 * c.n_head + i) * c.head_dim;
+            if (c.scales)
+                c.scales[place(c.scale_strides)] = to_int8(from, c.head_dim, (int8_t*)c.entries + place(c.strides));
+            else
+                std::memcpy((T*)c.entries + place(c.strides), from, c.head_dim * sizeof *from);
+        }
+    });
+    return 0;
+}
+
+// Returns what the first call returned that was not 0.
+int foretoken_repeat(const Repeat* repeat, int n_thread) {
+    const int64_t* words = repeat->words;
+    for (int64_t time = 0; time < repeat->n_time; ++time)
+        for (int64_t i = 0; i < repeat->n_call; words += repeat->n_word[i++])
+            if (const int failed = repeat->functions[i](words, n_thread)) return failed;
+    return 0;
 }
 
 }  // extern "C"
