@@ -28,8 +28,7 @@ KERNEL_DTYPES = [
     *[torch.bfloat16] * linear_cpp.multiplies_best(torch.empty(32, 32, dtype=torch.bfloat16)),
 ]
 pytestmark = [needs_cpp_compiler, pytest.mark.skipif(not KERNEL_DTYPES, reason="linear layers run in PyTorch here")]
-DTYPE = KERNEL_DTYPES[0] if KERNEL_DTYPES else torch.float32
-OTHER = torch.bfloat16 if DTYPE == torch.float32 else torch.float32
+DTYPE, OTHER = (*KERNEL_DTYPES, torch.float32)[0], torch.float16
 CONFIG = ModelConfig(
     vocab_size=64, n_layer=4, dim=128, n_head=2, n_kv_head=1, head_dim=64, ffn_dim=160, max_context=256
 )
