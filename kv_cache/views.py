@@ -92,7 +92,8 @@ class WriteThroughKVCache:
     def by_layer(self) -> list[torch.Tensor] | None:
         """See `KVCache.by_layer`."""
         read, written = self.target.by_layer, self.draft.by_layer
-        return None if read is None or written is None or self.layers is not None else [*read, *written]
+        is_plain = type(self).write is WriteThroughKVCache.write and self.layers is None
+        return [*read, *written] if is_plain and read is not None and written is not None else None
 
     def rotary_positions(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.target.rotary_positions(positions)

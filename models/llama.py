@@ -14,7 +14,6 @@ from models.attention import AttentionBackend, AttentionSpec, Slots, TorchAttent
 from models.config import ModelConfig
 from models.experts import StackedExperts, route
 from models.kernels.pointwise import EAGER, HeadNorm, Pointwise, norm_heads
-from models.kernels.repeated_blocks import RepeatedBlocks
 from models.rope import Rope, Rotation, rope_of, rotate, rotation
 
 # Prepares attention for each layer from the positions `[B, T]` of a block, the slots, and the dtype.
@@ -33,6 +32,11 @@ class Step:
     slot_rotation: Rotation | None  # of the slots, `[B, C]`, if the cache stores keys un-rotated
     pointwise: Pointwise
     block_shape: torch.Size
+
+
+# Runs blocks of a list from one number on, up to another, over a stream and an update. Returns both, and the number of
+# the block to run next; None if it ran none.
+RunBlocks: TypeAlias = Callable[[nn.ModuleList, Tensor, Tensor, Step, int, int], tuple[Tensor, Tensor, int] | None]
 
 
 class Linear(nn.Linear):
@@ -175,7 +179,8 @@ class Transformer(nn.Module):
         self.output: nn.Module | None = None
         if not config.tie_embeddings:
             self.output = Head(config.dim, config.vocab_size, bias=False)
-        self._repeated: RepeatedBlocks | None = None
+        # Runs several blocks at once, if it can (see `models.repeated_blocks`).
+        self.run_blocks: RunBlocks | None = None
         # Not a buffer: frequencies stay in float32 when the weights are cast.
         self._rope = rope_of(config)
 
@@ -239,18 +244,11 @@ class Transformer(nn.Module):
             if index in inputs_of:
                 inputs.append(x + update)
             end = min(i for i in (*inputs_of, n_layer) if i > index)
-            x, update, index = self._run_blocks(x, update, step, index, end)
+            ran = self.run_blocks(self.layers, x, update, step, index, end) if self.run_blocks else None
+            x, update, index = ran or (*self.layers[index](x, update, step, index), index + 1)
         if n_layer in inputs_of:
             inputs.append(x + update)
         return x, update, inputs
-
-    def _run_blocks(self, x: Tensor, update: Tensor, step: Step, first: int, end: int) -> tuple[Tensor, Tensor, int]:
-        """Run block `first`, or all up to `end` where one call can; also return the number of the block to run next."""
-        if self.pointwise.repeat is None:
-            return *self.layers[first](x, update, step, first), first + 1
-        if self._repeated is None or self._repeated.layers is not self.layers:
-            self._repeated = RepeatedBlocks(self.layers, self.pointwise.repeat)
-        return self._repeated.run(x, update, step, first, end)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits `[..., vocab_size]` of hidden states `[..., dim]`, in `logits_dtype`."""
@@ -281,6 +279,6 @@ def select_layers(model: Transformer, layers: Sequence[int]) -> Transformer:
     """Return a shallower Transformer with some of a model's layers, in the given order; weights are shared."""
     shallower = copy.copy(model)
     shallower._modules = dict(model._modules)  # a plain copy shares this dictionary
-    shallower.layers = nn.ModuleList(model.layers[layer] for layer in layers)
+    shallower.layers, shallower.run_blocks = nn.ModuleList(model.layers[layer] for layer in layers), None
     shallower.config = model.config.with_layers(layers)
     return shallower

@@ -20,6 +20,7 @@ from models.kernels.pointwise import compiled, use_pointwise
 from models.kernels.pointwise_cpp import pointwise_for
 from models.llama import attention_spec
 from models.names import Backend
+from models.repeated_blocks import repeat_blocks
 from models.storage import coded_bytes_saved, model_bytes
 from models.tensor_parallel import ModelRanks, Shard, shard_config
 
@@ -97,6 +98,7 @@ class PlannedTarget:
         say(f"{name}: {model.backend.name} ({why})")
         sizes = (config.dim, config.ffn_dim, config.n_head, config.n_kv_head, config.head_dim)
         use_pointwise(model, compiled(sizes=sizes) if self.compile else pointwise_for(model.backend.name))
+        repeat_blocks(model)
 
 
 class Models:

@@ -23,6 +23,7 @@ from models.kernels.pointwise import use_pointwise
 from models.kernels.pointwise_cpp import pointwise_for
 from models.kernels.quantize import Int8Linear, check_scheme, quantize_linears, quantized_linear
 from models.llama import Transformer, attention_spec, logits_dtype
+from models.repeated_blocks import repeat_blocks
 from models.tensor_parallel import WHOLE, ModelRanks, check_count, parallelise, shard_config, shard_tensor
 
 CONVERT = "convert_hf_checkpoint.py"
@@ -184,6 +185,7 @@ def load_model(
     if exchange is not None:
         parallelise(model, config, exchange)
     use_pointwise(model, pointwise_for(model.backend.name))
+    repeat_blocks(model)
     return model
 
 

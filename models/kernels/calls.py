@@ -14,44 +14,42 @@ Result = TypeVar("Result")
 
 
 class Call(NamedTuple):
-    """A call of a kernel's function, whose argument is a struct of words of 64 bits: sizes, then addresses of tensors,
-    the last of them of a result. Without words, a call of PyTorch."""
+    """A call of a kernel by a struct of sizes and of addresses of tensors, in words of 64 bits; or of PyTorch, without
+    sizes."""
 
     function: Any
-    words: Sequence[int]
-    tensors: Sequence[Tensor | None]
+    sizes: Sequence[int]
+    addresses: Sequence[int]
+    tensors: Sequence[Tensor | None]  # kept, so that the addresses stay theirs
 
     @property
     def name(self) -> str:
-        return self.function.__name__.removeprefix("foretoken_") if self.words else "eager"
-
-    @property
-    def n_size(self) -> int:
-        return len(self.words) - len(self.tensors)
+        return self.function.__name__.removeprefix("foretoken_") if self.sizes else "PyTorch"
 
 
 _recorded: ContextVar[list[Call] | None] = ContextVar("recorded", default=None)
 
 
 def call(function: Any, sizes: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
-    """Call a function that computes these sizes."""
-    words = [*sizes, *(0 if x is None else x.data_ptr() for x in tensors)]
+    """Call a kernel with a struct of sizes and of addresses of tensors; record it while calls are recorded."""
+    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    words = (*sizes, *addresses)
     failed = function((c_int64 * len(words))(*words), c_int(torch.get_num_threads()))
     assert not failed, f"{function.__name__}: {sizes} were checked before"
     if (calls := _recorded.get()) is not None:
-        calls.append(Call(function, words, tensors))
+        calls.append(Call(function, sizes, addresses, tensors))
 
 
 def call_eager(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a function of PyTorch in the place of a kernel."""
+    """Call a function of PyTorch in the place of a kernel; record that while calls are recorded."""
     if (calls := _recorded.get()) is not None:
-        calls.append(Call(function, (), ()))
+        calls.append(Call(function, (), (), ()))
     return function(*arguments)
 
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """Record the calls of a `with` block in a list, which keeps their tensors."""
+    """Record the calls of a `with` block in a list."""
     calls = list[Call]()
     token = _recorded.set(calls)
     try:

@@ -5,7 +5,7 @@ here depends on a cache or its length, so growing rows never recompile it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -54,8 +54,7 @@ def swiglu(gate_and_up: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Pointwise:
-    """An implementation of the functions above. repeat: a kernel that repeats calls of these and other kernels, for
-    `RepeatedBlocks`; None without one."""
+    """An implementation of the functions above. repeat: a kernel that repeats calls of kernels; None without one."""
 
     name: str = "eager"
     add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_norm
@@ -63,7 +62,7 @@ class Pointwise:
     pack: Callable[[Tensor, Tensor], Tensor] = pack
     swiglu: Callable[[Tensor], Tensor] = swiglu
     store: Store = store
-    repeat: Any = None
+    repeat: Any = field(default=None, compare=False)
 
 
 EAGER = Pointwise()

@@ -88,11 +88,12 @@ def pack(kernel: Any, keys: Tensor, values: Tensor) -> Tensor:
 
 def store(kernel: Any, entries: Tensor, scales: Tensor | None, rows: Tensor, slots: Tensor, new: Tensor) -> None:
     """Store finite numbers with the bits that EAGER stores."""
-    size, storage = BYTES.get(new.dtype), new.dtype if scales is None else torch.int8
+    size, narrows = BYTES.get(new.dtype), scales is None and entries.dtype != new.dtype
+    storages = {torch.int8} if scales is not None else {new.dtype, torch.bfloat16}
     readable = entries.stride(-1) == 1 and new.is_contiguous() and new.is_cpu
-    if size is None or entries.dtype != storage or not readable:
+    if size is None or entries.dtype not in storages or not readable:
         return call_eager(EAGER.store, entries, scales, rows, slots, new)
     n_row, n_token, _, n_head, head_dim = new.shape
     strides = *entries.stride()[:4], *(entries if scales is None else scales).stride()[:4]
-    sizes = size, n_row, n_token, n_head, head_dim, *strides
+    sizes = size, narrows, n_row, n_token, n_head, head_dim, *strides
     call(kernel, sizes, (new, rows.contiguous(), slots.contiguous(), entries, scales))

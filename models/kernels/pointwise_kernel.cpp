@@ -218,10 +218,10 @@ struct Pack {
     void* out;
 };
 
-// `made [n_row, n_token, 2, n_head, head_dim]` goes to slots of rows of entries, with scales as int8, without as it is.
-// Strides: of both, row, head and slot.
+// `made [n_row, n_token, 2, n_head, head_dim]` goes to slots of rows of entries: with scales as int8, without as it is, or
+// if it narrows, from float to bfloat16. Strides: of both, row, head and slot.
 struct Store {
-    int64_t bytes, n_row, n_token, n_head, head_dim, strides[4], scale_strides[4];
+    int64_t bytes, narrows, n_row, n_token, n_head, head_dim, strides[4], scale_strides[4];
     const void* made;
     const int64_t *rows, *slots;
     void* entries;
@@ -298,6 +298,10 @@ int foretoken_store(const Store* call, int n_thread) {
             const T* from = (const T*)c.made + (token * 2 * c.n_head + i) * c.head_dim;
             if (c.scales)
                 c.scales[place(c.scale_strides)] = to_int8(from, c.head_dim, (int8_t*)c.entries + place(c.strides));
+            else if (c.narrows)
+                in_vectors(c.head_dim, [&](int64_t d, auto n) {
+                    store((bfloat16*)c.entries + place(c.strides) + d, rounded<bfloat16>(load(from + d, n)), n);
+                });
             else
                 std::memcpy((T*)c.entries + place(c.strides), from, c.head_dim * sizeof *from);
         }

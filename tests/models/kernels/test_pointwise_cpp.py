@@ -17,7 +17,7 @@ pytestmark = needs_cpp_compiler
 DTYPES = (torch.float32, torch.bfloat16)
 N_THREADS = 3
 MANY = 700  # rows enough for every function to share them between threads
-FUNCTIONS = ("add_norm", "rotate_heads", "swiglu")
+FUNCTIONS = ("add_norm", "rotate_heads", "swiglu", "pack")
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,9 @@ def inputs(name: str, n_row: int, dim: int, dtype: torch.dtype) -> tuple:
     if name == "rotate_heads":
         rope = Rope(torch.linspace(0.01, 1, dim // 2), torch.ones(dim // 2))
         return cut(5, dim), rotation(torch.arange(n_row) * 37, rope, dtype)
+    if name == "pack":
+        heads = cut(5, dim)
+        return heads[:, :2], heads[:, 3:]
     return (cut(2 * dim, scale=8),)
 
 
