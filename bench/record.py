@@ -106,9 +106,9 @@ def gains(plan: Plan, plain: GenerateOutput | None, output: GenerateOutput | Non
 
 
 def rounded(value: Any) -> Any:
-    """Return a record with all its floats rounded to four decimals."""
+    """Return a record with all its floats rounded to four decimals, or four digits if they are below 0.1."""
     if isinstance(value, float):
-        return round(value, 4)
+        return round(value, 4) if abs(value) >= 0.1 else float(f"{value:.4g}")
     if isinstance(value, dict):
         return {key: rounded(nested) for key, nested in value.items()}
     return [rounded(nested) for nested in value] if isinstance(value, (list, tuple)) else value

@@ -225,10 +225,9 @@ def notes(record: dict[str, Any], automatic: Sequence[str]) -> list[str]:
         found.append("every round was a plain step, so the speedups are noise")
     elif few := few_rounds(record):
         found += [f"{few[0]}: use a longer --gen_len"]
-    elif record.get("sequences", 0) <= record.get("B", 0):
+    elif record.get("sequences", 0) <= record.get("B", 0) * record.get("data_parallel", 1):
         lost = 1 - (ratio(record.get("wall_speedup"), record["speedup"]) or 1)
         if lost > MOST_LOST:
-            found.append(
-                f"rows that ended first left {lost:.0%} of the speedup unused: --num_prompts fills their places"
-            )
+            places = "more prompts (--num_prompts) would take their places"
+            found.append(f"rows that ended first left {lost:.0%} of the speedup unused: {places}")
     return found

@@ -92,6 +92,9 @@ class CostFlags:
         require_appendable(self.output.output)
         if self.machine is not None:
             return self._predict(self.machine)
+        used, defaults = {"records", "alpha", "gammas", "output"}, vars(CostFlags())
+        if unused := [name for name, value in vars(self).items() if name not in used and value != defaults[name]]:
+            note_without_effect(unused, "costs are those of the records")
         cells = recorded_cells(str(self.records), self.alpha)
         record = {"benchmark": "cost_prediction", "records": self.records}
         self._publish(record, cells, f"measured by the runs in {self.records}")
@@ -105,15 +108,17 @@ class CostFlags:
         source = replace(self.target, load_format="dummy").source()
         target, draft = self.storages(source.config)
         gammas, sizes = sorted(set(self.gammas)), product(*map(sorted, map(set, (self.batches, self.contexts))))
-        cells = []
+        cells, own_weights = list[Cell](), 0.0 if draft[1:3] == target[1:3] else draft.resident_bytes(machine, 0)
         for batch, context in sizes:
-            needed = target.resident_bytes(machine, batch * (context + max(self.budgets)))
+            needed = own_weights + target.resident_bytes(machine, batch * (context + max(self.budgets)))
             if not (fits := needed <= machine.memory):
                 takes = f"{needed / 1e9:.0f} GB on each of {machine.devices} devices, of {machine.memory / 1e9:.0f}"
                 say(f"note: {batch} rows of {context} tokens do not fit: weights and KV entries take {takes}")
             for policy, budget in product(self.policies, sorted(set(self.budgets))):
                 rate = self.alpha
-                if rate is None and (rate := published_acceptance(source.name, policy, budget, context)) is None:
+                if rate is None and self.draft_layers is None:  # rates were published of drafts with all layers
+                    rate = published_acceptance(source.name, policy, budget, context)
+                if rate is None:
                     continue
                 costs = predict_costs(target, draft, machine, batch, context, budget, gammas)
                 cells.append(Cell(batch, context, (policy, budget), costs, rate, fits))
@@ -127,6 +132,8 @@ class CostFlags:
             "predicted_for": name,
             **{name: getattr(target, name) for name in ("dtype", "weights", "kv")},
             "draft_weights": draft.weights or draft.dtype,
+            "draft_kv": draft.kv,
+            "draft_layers": self.draft_layers,
             "alpha": self.alpha,
             "gammas": gammas,
             "acceptance_of": published if self.alpha is None else "given",
@@ -164,13 +171,14 @@ def recorded_cells(path: str, alpha: float | None) -> list[Cell]:
     """
     cells = []
     for _, line in read_lines(path):
-        record = line.get("record", line) if isinstance(line, dict) else {}  # a sweep's lines have records
+        # A sweep's lines have records, or null for a run that failed.
+        record = (line.get("record", line) if isinstance(line, dict) else None) or {}
         for run, found in chain(_measured(record), *map(_measured, record.get("rows", ()))):
             draft = found["draft_policy"] or found.get("draft") or run.get("drafter") or run["draft"]
             seen = found["accepted_share"] if found["accepted_share"] is not None else run["acceptance_rate"]
             rate = seen if alpha is None else alpha
             if rate is not None:
-                size = found["rows"], record["prefix_len"]
+                size = found["rows"], run.get("prefix_len", record.get("prefix_len"))
                 cells.append(Cell(*size, (draft, found["draft_budget"]), costs_of(found), rate))
     if not cells:
         fix = f"make some with --gamma auto {flag('output')} {path}; for random weights, add {flag('alpha')} 0.8"

@@ -118,13 +118,17 @@ class Flags:
             given = getattr(self, name)
             for number in given if isinstance(given, tuple) else [given] * (given is not None):
                 require_at_least(name, number, least)
-        names, why = ("categories", "per_category"), "these are no conversations"
-        if self.prompts or self.chat:
-            names, why = ("contexts", "num_prompts"), "prompts are taken whole, and all of them"
-        if unused := [name for name in names if getattr(self, name) not in (None, ())]:
-            note_without_effect(unused, why)
-        if self.sampling.temperature > 0 and SAMPLED not in self.kinds:
-            note_without_effect(["temperature"], "no text is sampled")
+        of_chats, of_stretches = ("categories", "per_category"), ("contexts", "num_prompts")
+        for names, why, is_unused in (
+            (of_chats, "these are no conversations", not self.chat),
+            (of_stretches, "prompts are taken whole, and all of them", self.prompts or self.chat),
+        ):
+            if is_unused and (unused := [name for name in names if getattr(self, name) not in (None, ())]):
+                note_without_effect(unused, why)
+        of_samples = ("temperature", "top_k", "top_p", "min_p")
+        unused = [name for name in of_samples if getattr(self.sampling, name) != getattr(Sampling(), name)]
+        if unused and SAMPLED not in self.kinds:
+            note_without_effect(unused, "no text is sampled")
         whole = [name for name in ("prompts", "chat", "tasks") if getattr(self, name)]
         if self.tasks and len(whole) > 1:
             refuse("tasks", whole[0], "no other prompts", "there are two sets of prompts", "leave one out")
@@ -133,6 +137,9 @@ class Flags:
         if whole and BOOK in self.kinds:
             what = "a text that is teacher-forced is cut from the data set"
             refuse("texts", BOOK, f"{GREEDY} or {SAMPLED}", what, f"leave out {flag(whole[0])}")
+        if BOOK in self.kinds and (self.num_prompts or self.B) % self.B:
+            what = "teacher forcing needs a prompt in every row"
+            refuse("num_prompts", self.num_prompts, f"a multiple of {flag('B')} {self.B}", what)
         require_appendable(self.output.output)
 
     @property
@@ -234,7 +241,7 @@ def measure(
         measured = {"storage": storage, "prompts": flags.prompts or (CHATS if flags.chat else None)} | named
         measured |= {"repeats": flags.repeats, "prefill_seconds": seconds[storage], "rows": rows}
         measured = {name: value for name, value in measured.items() if value is not None}
-        yield bench.rounded(bench.record_of("compare", session, measured, ("draft", *SETTINGS)))
+        yield bench.rounded(bench.record_of("compare", session, measured, ("draft", "auto_drafts", *SETTINGS)))
     for peer in others:
         sizes = {"B": flags.B, "prefix_len": next(iter(sessions.values())).plan.target.prefix_len}
         yield bench.rounded(

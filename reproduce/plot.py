@@ -28,9 +28,10 @@ from reproduce.helpers.pairs import RATES, interval
 from reproduce.helpers.records import Record, grouped, read_records, rows_of, selected
 
 DOUBLED = ("prefix_len", "B", "draft_budget", "gen_len")  # drawn on a logarithmic axis
-AXES = (*DOUBLED, "gamma", "temperature")
+AXES = (*DOUBLED, "gamma", "temperature", "context", "clients")
 SETTINGS = (
     *("benchmark", "model", "draft", "draft_model", "draft_policy", "drafter", "way", "text", "text_drafts"),
+    *("task", "category", "storage", "mode"),
     *("draft_layers", "draft_dtype", "draft_weights", "draft_kv_dtype", "dataset", "verification", "top_k", "top_p"),
     *("min_p", "repetition_penalty", "min_tokens", "rope_scaling"),
     *("dtype", "quantize", "kv_dtype", "attention", "compile", "tensor_parallel", "data_parallel", "machine", "gpu"),
@@ -97,7 +98,8 @@ def varied_settings(records: Sequence[Record], x: str, facet: str | None = None)
 def point_of(x: float | None, rows: Sequence[Record], y: str) -> Point:
     """Return the median of rows, and its bar: the range of all repeats, or a 95% interval over the rows of a text."""
     value = median(row[y] for row in rows)
-    repeats = [each for row in rows for each in row.get(f"{y}s") or [row[y]]]
+    lists = {"speedup": "speedups"}  # with a value for each repeat
+    repeats = [each for row in rows for each in row.get(lists.get(y, "")) or [row[y]]]
     if len(repeats) == 1 and y in RATES and (found := interval(rows[0], name=y)):
         return Point(x, value, found.low, found.high)
     return Point(x, value, min(repeats), max(repeats))

@@ -129,11 +129,14 @@ class HeadPlan(DraftPlan):
     weights: Weights
 
     def weights_read(self, target: PlannedTarget) -> int:
-        return self.source.n_weights * self.weights.dtype.itemsize
+        source, config, dtype = self.source, target.source.config, target.weights.dtype
+        n_output = config.vocab_size * config.dim if "output layer" in source.borrowed else 0
+        output_bytes = n_output * (1 if target.weights.quantize else dtype.itemsize)
+        return source.n_bytes(self.weights.dtype, self.weights.quantize, of_step=True) + output_bytes
 
     def n_bytes(self, target: PlannedTarget, profiles: bool) -> DraftBytes:
         states = n_slots(self.gamma) * self.source.shape.state_dim * target.weights.dtype.itemsize
-        return DraftBytes({self.weights: self.weights_read(target)}, states)
+        return DraftBytes({self.weights: self.source.n_bytes(self.weights.dtype, self.weights.quantize)}, states)
 
     def load(self, models: Models) -> None:
         if self.weights in models.loaded:

@@ -19,7 +19,7 @@ from models.heads.eagle import EAGLE
 from models.heads.files import FIX, Kind, open_head, target_ids, unfit
 from models.heads.medusa import MEDUSA
 from models.kernels.packed_linear import pack_linears
-from models.kernels.quantize import quantize_linears
+from models.kernels.quantize import linear_bytes, quantize_linears
 
 # Maps of vocabularies (d2t: the target's id minus the head's; t2d: which of the target's ids the head has), and tensors
 # that training leaves next to the head.
@@ -34,9 +34,16 @@ class HeadSource(ModelSource):
     kind: Kind
     shape: Any
 
-    @property
-    def n_weights(self) -> int:
-        return sum(x.numel() for x in self.kind.on_meta(self.shape).parameters())
+    def n_bytes(self, dtype: torch.dtype, quantize: str | None, of_step: bool = False) -> int:
+        """Return the bytes of its weights; of_step: without tables of embeddings, which a step does not read."""
+        head = self.kind.on_meta(self.shape)
+
+        def count(kind: Any, inside: nn.Module) -> int:
+            return sum(part.weight.numel() for part in inside.modules() if isinstance(part, kind))
+
+        n_linear = count(nn.Linear, head.body.layers) if quantize and isinstance(head, TransformerHead) else 0
+        n_other = sum(x.numel() for x in head.parameters()) - n_linear - of_step * count(nn.Embedding, head)
+        return n_other * dtype.itemsize + (linear_bytes(n_linear, quantize) if quantize else 0)
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         return ((name, tensor.read()) for name, tensor in open_head(Path(self.path)).tensors.items())

@@ -19,6 +19,7 @@ from reproduce.helpers.records import Record, grouped
 # Settings that differ between the rows of a record.
 SETTINGS = ("draft_model", "gamma", "draft_policy", "draft_budget", "draft_dtype", "draft_weights", "draft_kv_dtype")
 SETTINGS += ("draft_weights_share", "draft_entries_share", "draft_kv_share", "temperature", "verification", "seed")
+SETTINGS += ("top_k", "top_p", "min_p")
 # Medians over repeats of what a contender and plain decoding in the same repeat measured.
 MEDIANS = (
     *("speedup", "speedup_standard_error", "wall_speedup"),
@@ -30,8 +31,19 @@ OF_REPEATS = ("choices", "measured_costs", "measured_costs_seconds")
 # Figures of categories that are summed, and settings that are equal in all rows of a sum.
 SUMMED = ("sequences", "identical_sequences", "rounds", "drafted", "verified", "accepted", "emitted", "seconds")
 SUMMED += ("baseline_emitted", "baseline_seconds")
-SHARED = ("model", "prompts", "B", "gen_len", "verification", "temperature", "drafter", "gamma", "draft_budget")
-SIZES = ("category", "task", "context", "storage", "dataset", "prefix_len")
+SHARED = (
+    "model",
+    "storage",
+    "prompts",
+    "B",
+    "gen_len",
+    "verification",
+    "temperature",
+    "drafter",
+    "gamma",
+    "draft_budget",
+)
+SIZES = ("category", "task", "context", "dataset", "prefix_len")
 
 
 @dataclass(frozen=True)
@@ -162,8 +174,10 @@ def summary_rows(records: Iterable[Record]) -> list[Record]:
     rows = [{name: both.get(name) for name in (*SHARED, *SIZES, *row)} for both, row in pairs]
     if not any(row["category"] for row in rows):
         return rows
-    groups = grouped(rows, itemgetter(*SHARED)).values()
-    return [row for group in groups for row in (*group, *([_sum_of(group)] if len(group) > 1 else []))]
+    sums = list[Record]()
+    for group in grouped(rows, itemgetter(*SHARED)).values():
+        sums += [*group, *([_sum_of(group)] if len(group) > 1 and "sequences" in group[0] else [])]
+    return sums
 
 
 def _sum_of(rows: Sequence[Record]) -> Record:

@@ -89,7 +89,12 @@ def predicted_runs(records: Sequence[Record]) -> list[Record]:
         measured = [row["measured_costs"] for row in run["rows"] if row["draft_budget"] == "auto"]
         for row in (row for row in run["rows"] if isinstance(row["gamma"], int) and row["gamma"] > 0):
             gamma, alpha, budget = row["gamma"], row["acceptance_rate"], row["draft_budget"]
-            costs = [costs_of(cost) for cost in chain(*chain(*measured)) if cost["draft_budget"] == budget]
+            costs = [
+                costs_of(cost)
+                for cost in chain(*chain(*measured))
+                # Older costs do not say of how many rows they are.
+                if cost["draft_budget"] == budget and cost.get("rows", run["B"]) == run["B"]
+            ]
             if alpha is not None and costs:
                 predicted = median(cost.speedup(tokens_per_round(alpha, gamma), gamma) for cost in costs)
                 found.append(run | row | {"error": predicted / row["speedup"] - 1})

@@ -28,7 +28,7 @@ class Interval(NamedTuple):
 
 def interval(row: Record, other: Record | None = None, name: str = "acceptance_rate") -> Interval | None:
     """Return the 95% interval of a row's rate, or of its difference from that of `other`, which decoded the same text;
-    None for fewer than four rows of text.
+    None for fewer than four rows of text, and where nothing was verified.
 
     Texts are drawn with replacement, the same ones for both. The percentiles are those of Hesterberg's expanded
     interval (arXiv 1411.5279), which makes up for few texts by a t distribution in the place of the normal one.
@@ -39,7 +39,7 @@ def interval(row: Record, other: Record | None = None, name: str = "acceptance_r
         if each is not None
     ]
     n = len(counts[0])
-    if n < LEAST_ROWS or any(len(each) != n for each in counts):
+    if n < LEAST_ROWS or any(len(each) != n or not each[:, 1].any() for each in counts):
         return None
     drawn = np.vstack([np.arange(n), np.random.default_rng(SEED).integers(n, size=(N_SAMPLE, n))])
     with np.errstate(invalid="ignore"):  # NaN of texts in which nothing was verified

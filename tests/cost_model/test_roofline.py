@@ -85,6 +85,7 @@ def test_the_program_predicts_without_a_checkpoint(tmp_path, monkeypatch):
     assert row["predicted_plain_ms"] == pytest.approx(wanted, abs=1e-4)
     assert all(name.startswith("predicted_") for name in row if name.endswith("_ms"))
     assert record["best"][0]["draft_policy"] == "streaming" and record["best"][0]["predicted_speedup"] > 1
+    assert "--alpha" in run(COST_MODEL, [*EXAMPLE.split(), "--draft_layers", "0-3"]).err, "published of all layers"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,12 @@ def test_costs_and_acceptance_of_runs_that_chose_are_read(call, tmp_path):
     flags = "--B 2 --prefix_len 60 --gen_len 24 --device cpu --gamma auto --draft_budget auto --dtype float64"
     measured = call(BENCHMARKS[-1], f"{flags} --output {path}").record
     costs = {"measured_costs": [measured["measured_costs"]] * 2, "drafter": "self@auto", "acceptance_rate": 0.5}
-    lines = {"record": measured}, {"benchmark": "baseline"}, {"benchmark": "compare", "prefix_len": 60, "rows": [costs]}
+    lines = (
+        {"record": measured},
+        {"record": None},
+        {"benchmark": "baseline"},
+        {"benchmark": "compare", "prefix_len": 60, "rows": [costs]},
+    )
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + path.read_text())
     ended = run(COST_MODEL, f"--records {path} --gammas 1 3".split())
 

@@ -48,7 +48,7 @@ def test_every_drafter_decodes_the_same_tokens_by_context(call, tmp_path: Path):
 
 def test_acceptance_on_kinds_of_text(call):
     """Every draft decodes the same texts, also sampled ones; forced texts have no speed."""
-    flags = f"{HOW.replace('12', '16')} --contexts 80 --snapkv_window 8 --texts greedy sampled book"
+    flags = f"{HOW.replace('12', '16')} --contexts 80 --snapkv_window 8 --texts greedy sampled book --top_p 0.9"
     drafters = "--budgets 16 40 --drafters oracle self:streaming self:snapkv"
     rows = call(SCRIPT, f"{flags} {drafters}").record["rows"]
     found = {(row["text"], row["draft_policy"], row["draft_budget"]): row for row in rows}
@@ -57,6 +57,7 @@ def test_acceptance_on_kinds_of_text(call):
         assert row["verified"] > 0 and 0 <= row["distinct_4gram_fraction"] <= 1
         assert row["temperature"] == (0.6 if text == "sampled" else 0)
         assert row["verification"] == ("coupled" if text == "sampled" else "greedy")
+        assert row["top_p"] == (0.9 if text == "sampled" else 1.0)
         assert ("speedup" in row) == (text != "book") and row.get("identical_sequences", 2) == 2
         assert row["acceptance_rate"] == 1 or policy not in ("full", None), "the target, over the same cache"
         assert (row["draft_budget"] is None) == (policy in ("full", None))

@@ -26,6 +26,7 @@ def test_intervals_cover_the_difference_of_drafts_of_like_rows(n: int):
     assert 0.85 < held / 80 <= 1 and zeros < 20
     alone = interval(row(better, 400))
     assert alone is not None and alone.high - alone.low > 2 * (found.high - found.low), "unpaired"
+    assert interval(row([0] * n, verified=0)) is None
 
 
 def test_rows_are_compared_with_the_row_of_their_text_and_budget():

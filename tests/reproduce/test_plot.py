@@ -45,6 +45,7 @@ def test_a_line_for_each_combination_of_what_else_varies():
         "1000": [(1, 2.5, 2, 9), (2, 3, 3, 3), (4, 5, 5, 5)],
         "4000": [(1, 2, 2, 2), (2, 3, 3, 3), (4, 5, 5, 5)],
     }
+    assert [*lines([record(1, 2.0, task=task) for task in ("a", "b")], "B", "speedup")] == ["a", "b"]
     (named, *_) = lines([*records, record(1, 1.0, gamma=5)], "B", "speedup")
     assert named == "prefix_len 1000, gamma 3"
 
@@ -59,6 +60,7 @@ def test_what_follows_from_the_facet_splits_no_line():
 def test_bars_are_the_range_of_repeats_or_an_interval_over_rows():
     repeated = record(1, 1.2, speedups=[1.1, 1.2, 1.5])
     assert lines([repeated], "B", "speedup") == {"all": [(1, 1.2, 1.1, 1.5)]}
+    assert lines([record(1, None, score=0.5, scores=[0, 1])], "B", "score") == {"all": [(1, 0.5, 0.5, 0.5)]}
     by_row = [{"accepted": n, "verified": 10, "emitted": 10 + n, "rounds": 10} for n in (4, 6, 7, 9)]
     measured = record(1, None, acceptance_rate=0.65, mean_accepted_length=1.65, by_row=by_row)
     for y, value in (("acceptance_rate", 0.65), ("mean_accepted_length", 1.65)):
