@@ -92,8 +92,10 @@ class CostFlags:
         require_appendable(self.output.output)
         if self.machine is not None:
             return self._predict(self.machine)
-        used, defaults = {"records", "alpha", "gammas", "output"}, vars(CostFlags())
-        if unused := [name for name, value in vars(self).items() if name not in used and value != defaults[name]]:
+        used = {"records", "alpha", "gammas", "output", "target"}
+        given = vars(self) | vars(self.target)
+        defaults = vars(CostFlags()) | vars(Target())
+        if unused := [name for name, value in given.items() if name not in used and value != defaults[name]]:
             note_without_effect(unused, "costs are those of the records")
         cells = recorded_cells(str(self.records), self.alpha)
         record = {"benchmark": "cost_prediction", "records": self.records}
@@ -108,9 +110,9 @@ class CostFlags:
         source = replace(self.target, load_format="dummy").source()
         target, draft = self.storages(source.config)
         gammas, sizes = sorted(set(self.gammas)), product(*map(sorted, map(set, (self.batches, self.contexts))))
-        cells, own_weights = list[Cell](), 0.0 if draft[1:3] == target[1:3] else draft.resident_bytes(machine, 0)
+        cells, draft_bytes = list[Cell](), 0.0 if draft[1:3] == target[1:3] else draft.resident_bytes(machine, 0)
         for batch, context in sizes:
-            needed = own_weights + target.resident_bytes(machine, batch * (context + max(self.budgets)))
+            needed = draft_bytes + target.resident_bytes(machine, batch * (context + max(self.budgets)))
             if not (fits := needed <= machine.memory):
                 takes = f"{needed / 1e9:.0f} GB on each of {machine.devices} devices, of {machine.memory / 1e9:.0f}"
                 say(f"note: {batch} rows of {context} tokens do not fit: weights and KV entries take {takes}")

@@ -190,8 +190,7 @@ class KVCache(ABC):
 
     @property
     def by_layer(self) -> list[Tensor] | None:
-        """All tensors `[n_layer, ...]` of which each layer writes and reads its part, like other layers; None if layers
-        do more than that."""
+        """The tensors `[n_layer, ...]` of which each layer writes and reads its own slice; None if it uses more."""
         is_plain = type(self).write is KVCache.write and type(self).read is KVCache.read
         return [x for x in (self.entries, self.scales) if x is not None] if is_plain else None
 

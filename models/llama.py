@@ -34,11 +34,6 @@ class Step:
     block_shape: torch.Size
 
 
-# Runs blocks of a list from one number on, up to another, over a stream and an update. Returns both, and the number of
-# the block to run next; None if it ran none.
-RunBlocks: TypeAlias = Callable[[nn.ModuleList, Tensor, Tensor, Step, int, int], tuple[Tensor, Tensor, int] | None]
-
-
 class Linear(nn.Linear):
     """A linear layer without initialisation on the meta device, which would import 80 MB of Python."""
 
@@ -161,6 +156,20 @@ class Block(nn.Module):
         return x, self.feed_forward(normed, step)
 
 
+# The function that runs blocks `first` to `end - 1` of a list: see `run_in_turn`.
+RunBlocks: TypeAlias = Callable[[nn.ModuleList, Tensor, Tensor, Step, int, int], tuple[Tensor, Tensor]]
+
+
+def run_in_turn(
+    layers: nn.ModuleList, x: Tensor, update: Tensor, step: Step, first: int, end: int
+) -> tuple[Tensor, Tensor]:
+    """Run blocks `first` to `end - 1` over the residual stream `x` and the `update` to add to it first, `[B * T, dim]`.
+    Returns the stream, and the last block's update."""
+    for index in range(first, end):
+        x, update = layers[index](x, update, step, index)
+    return x, update
+
+
 class Transformer(nn.Module):
     """`model(tokens [B, T] int64, positions [B, T] int64, cache) -> logits [B, T, vocab_size]`.
 
@@ -179,8 +188,7 @@ class Transformer(nn.Module):
         self.output: nn.Module | None = None
         if not config.tie_embeddings:
             self.output = Head(config.dim, config.vocab_size, bias=False)
-        # Runs several blocks at once, if it can (see `models.repeated_blocks`).
-        self.run_blocks: RunBlocks | None = None
+        self.run_blocks: RunBlocks = run_in_turn
         # Not a buffer: frequencies stay in float32 when the weights are cast.
         self._rope = rope_of(config)
 
@@ -239,15 +247,12 @@ class Transformer(nn.Module):
 
         Returns the stream, the last block's update, which is not added yet, and the inputs of layers `inputs_of`.
         """
-        inputs, index, n_layer = list[Tensor](), 0, len(self.layers)
-        while index < n_layer:
-            if index in inputs_of:
+        inputs, first = list[Tensor](), 0
+        for end in sorted({*inputs_of, len(self.layers)}):
+            x, update = self.run_blocks(self.layers, x, update, step, first, end)
+            if end in inputs_of:
                 inputs.append(x + update)
-            end = min(i for i in (*inputs_of, n_layer) if i > index)
-            ran = self.run_blocks(self.layers, x, update, step, index, end) if self.run_blocks else None
-            x, update, index = ran or (*self.layers[index](x, update, step, index), index + 1)
-        if n_layer in inputs_of:
-            inputs.append(x + update)
+            first = end
         return x, update, inputs
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -279,6 +284,6 @@ def select_layers(model: Transformer, layers: Sequence[int]) -> Transformer:
     """Return a shallower Transformer with some of a model's layers, in the given order; weights are shared."""
     shallower = copy.copy(model)
     shallower._modules = dict(model._modules)  # a plain copy shares this dictionary
-    shallower.layers, shallower.run_blocks = nn.ModuleList(model.layers[layer] for layer in layers), None
+    shallower.layers, shallower.run_blocks = nn.ModuleList(model.layers[layer] for layer in layers), run_in_turn
     shallower.config = model.config.with_layers(layers)
     return shallower

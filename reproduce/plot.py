@@ -88,7 +88,7 @@ def varied_settings(records: Sequence[Record], x: str, facet: str | None = None)
     def n_combinations(names: Sequence[str]) -> int:
         return len({repr([record.get(name) for name in names]) for record in records})
 
-    panel, varied = [facet] if facet else [], list[str]()
+    panel, varied = [x, *([facet] if facet else [])], list[str]()
     for name in dict.fromkeys([*SETTINGS, *bench.option_names()]):
         if name not in (x, facet) and n_combinations([*panel, *varied, name]) > n_combinations([*panel, *varied]):
             varied.append(name)

@@ -14,36 +14,33 @@ Result = TypeVar("Result")
 
 
 class Call(NamedTuple):
-    """A call of a kernel by a struct of sizes and of addresses of tensors, in words of 64 bits; or of PyTorch, without
-    sizes."""
+    """A call of a kernel by a struct of sizes and of addresses of tensors, in words of 64 bits. kernel: None for
+    PyTorch, which computed in its place."""
 
-    function: Any
-    sizes: Sequence[int]
-    addresses: Sequence[int]
-    tensors: Sequence[Tensor | None]  # kept, so that the addresses stay theirs
-
-    @property
-    def name(self) -> str:
-        return self.function.__name__.removeprefix("foretoken_") if self.sizes else "PyTorch"
+    name: str
+    kernel: Any = None
+    sizes: Sequence[int] = ()
+    addresses: Sequence[int] = ()
+    tensors: Sequence[Tensor | None] = ()  # kept, so that the addresses stay theirs
 
 
 _recorded: ContextVar[list[Call] | None] = ContextVar("recorded", default=None)
 
 
-def call(function: Any, sizes: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
+def call(kernel: Any, sizes: Sequence[int], tensors: Sequence[Tensor | None]) -> None:
     """Call a kernel with a struct of sizes and of addresses of tensors; record it while calls are recorded."""
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
     words = (*sizes, *addresses)
-    failed = function((c_int64 * len(words))(*words), c_int(torch.get_num_threads()))
-    assert not failed, f"{function.__name__}: {sizes} were checked before"
+    failed = kernel((c_int64 * len(words))(*words), c_int(torch.get_num_threads()))
+    assert not failed, f"{kernel.__name__}: {sizes} were checked before"
     if (calls := _recorded.get()) is not None:
-        calls.append(Call(function, sizes, addresses, tensors))
+        calls.append(Call(kernel.__name__.removeprefix("foretoken_"), kernel, sizes, addresses, tensors))
 
 
 def call_eager(function: Callable[..., Result], *arguments: Any) -> Result:
     """Call a function of PyTorch in the place of a kernel; record that while calls are recorded."""
     if (calls := _recorded.get()) is not None:
-        calls.append(Call(function, (), (), ()))
+        calls.append(Call("eager"))
     return function(*arguments)
 
 

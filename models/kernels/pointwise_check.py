@@ -42,9 +42,9 @@ def cases() -> Iterator[Case]:
         new = normal(n_row, 2, 2, 3, dim).to(dtype)
         new[0, 0, 0, 0], new[0, 0, 1, 0] = 0, torch.arange(dim) + 0.5  # ties between codes, at a scale of 1
         new[0, 0, 1, 0, 0] = 127
-        for storage in {dtype, torch.bfloat16, torch.int8}:
+        for storage in dict.fromkeys((dtype, torch.bfloat16, torch.int8)):
             compute = partial(_stored, new, storage)
-            yield Case(f"{dtype_name(storage)} entries", 0, compute, compute(EAGER))
+            yield Case(f"{dtype_name(dtype)}, {dtype_name(storage)} entries", 0, compute, compute(EAGER))
 
 
 def _stored(new: Tensor, storage: torch.dtype, candidate: Pointwise) -> Results:

@@ -31,18 +31,8 @@ OF_REPEATS = ("choices", "measured_costs", "measured_costs_seconds")
 # Figures of categories that are summed, and settings that are equal in all rows of a sum.
 SUMMED = ("sequences", "identical_sequences", "rounds", "drafted", "verified", "accepted", "emitted", "seconds")
 SUMMED += ("baseline_emitted", "baseline_seconds")
-SHARED = (
-    "model",
-    "storage",
-    "prompts",
-    "B",
-    "gen_len",
-    "verification",
-    "temperature",
-    "drafter",
-    "gamma",
-    "draft_budget",
-)
+SHARED = ("model", "prompts", "B", "gen_len", "verification", "temperature", "drafter", "gamma", "draft_budget")
+SHARED += ("storage",)
 SIZES = ("category", "task", "context", "dataset", "prefix_len")
 
 

@@ -15,29 +15,30 @@ from kv_cache.refreshed import ObservingKVCache, RefreshedKVCache
 from kv_cache.verify_topk import VerifyTopK
 from models import ModelConfig, Transformer
 from models.attention.cpp_backend import CppAttention
-from models.kernels import linear_cpp
+from models.kernels import linear_cpp, packed_linear
 from models.kernels.packed_linear import pack_linears
 from models.kernels.pointwise_cpp import pointwise_for
 from models.kernels.quantize import quantize_linears
-from models.llama import Block, select_layers
+from models.llama import Block, run_in_turn, select_layers
 from models.repeated_blocks import repeat_blocks
 from models.tensor_parallel import Joined
 from tests.support.machine import needs_cpp_compiler
 from tests.support.tiny import tiny_model
 
-# Dtypes whose linear layers run in the project's kernel on this CPU.
-KERNEL_DTYPES = [
-    *[torch.float32] * linear_cpp.multiplies_floats((32, 32)),
-    *[torch.bfloat16] * linear_cpp.multiplies_best(torch.empty(32, 32, dtype=torch.bfloat16)),
-]
-pytestmark = [needs_cpp_compiler, pytest.mark.skipif(not KERNEL_DTYPES, reason="linear layers run in PyTorch here")]
-DTYPE = (*KERNEL_DTYPES, torch.float32)[0]
+pytestmark = needs_cpp_compiler
+DTYPE = torch.float32
 CONFIG = ModelConfig(
     vocab_size=64, n_layer=4, dim=128, n_head=2, n_kv_head=1, head_dim=64, ffn_dim=160, max_context=256
 )
 N_ROW, N_TOKEN, CAPACITY, N_LAYER = 3, 4, 48, CONFIG.n_layer
 ROWS, LENGTHS = torch.tensor([2, 0, 1]), torch.tensor([9, 30, 17])
 N_PROMPT = 32
+
+
+@pytest.fixture(autouse=True)
+def needs_kernel() -> None:
+    if not linear_cpp.runs():
+        pytest.skip("linear layers run in PyTorch here")
 
 
 @pytest.fixture
@@ -53,11 +54,19 @@ def called(monkeypatch) -> list[Block]:
     return blocks
 
 
-def packed_model(config: ModelConfig = CONFIG, scheme: str | None = None) -> Transformer:
-    """Return a model whose linear layers are packed for kernels."""
+def packed_model(config: ModelConfig = CONFIG, scheme: str = "float32") -> Transformer:
+    """Return a model whose linear layers are packed for kernels: in 8 bits where float32 ones run in oneDNN. codes: of
+    weights that Q4_1 holds."""
     model = tiny_model(config, dtype=DTYPE)
-    if scheme:
-        quantize_linears(model.layers, scheme)
+    if scheme == "codes":
+        for weight in (x for x in model.layers.parameters() if x.dim() == 2 and x.shape[1] > 2):
+            groups = weight.unflatten(1, (-1, linear_cpp.BLOCK))
+            low, high = groups.aminmax(dim=2, keepdim=True)
+            scale = ((high - low) / 15).half().float()
+            codes = ((groups - low) / scale).round().clamp(0, 15)
+            weight.copy_((codes * scale + low.half().float()).flatten(1))
+    if scheme in ("int8", "int4") or not linear_cpp.multiplies_floats((32, 32)):
+        quantize_linears(model.layers, "int4" if scheme == "int4" else "int8")
     pack_linears(model.layers)
     model.backend, model.pointwise = CppAttention(), pointwise_for("cpp")
     return model
@@ -105,7 +114,7 @@ def n_called(
     """Assert that blocks compute the bits that they compute one by one; return how many Python called."""
     called.clear()
     found, n = run(model, new_cache(), layers), len(called)
-    model.run_blocks = None
+    model.run_blocks = run_in_turn
     assert all(map(torch.equal, found, run(model, new_cache(), layers)))
     assert all(x.isfinite().all() for x in found if x.is_floating_point())
     return n
@@ -113,7 +122,7 @@ def n_called(
 
 def repeating(model: Transformer) -> Transformer:
     repeat_blocks(model)
-    assert model.run_blocks is not None
+    assert model.run_blocks is not run_in_turn
     return model
 
 
@@ -124,7 +133,7 @@ def test_every_layer_of_every_cache_gets_its_entries(called, new_cache):
     assert n_called(called, repeating(packed_model()), new_cache) == 2  # forwards
 
 
-@pytest.mark.parametrize("scheme", [None, "int8", "int4"])
+@pytest.mark.parametrize("scheme", ["float32", "codes", "int8", "int4"])
 def test_norms_biases_windows_and_quantised_layers(called, scheme):
     config = replace(CONFIG, qk_norm=True, qkv_bias=True, mlp_bias=True, sliding_window=12)
     assert n_called(called, repeating(packed_model(config, scheme))) == 2
@@ -171,7 +180,7 @@ def test_models_of_other_blocks_are_refused(called, change):
 def test_unrotated_layers_and_layers_of_onednn_run_one_by_one(called, monkeypatch):
     model = packed_model(replace(CONFIG, unrotated_layers=tuple(range(N_LAYER))))
     assert n_called(called, repeating(model)) == 2 * N_LAYER
-    monkeypatch.setattr(linear_cpp, "takes_shape", lambda shape: False)
+    monkeypatch.setattr(packed_linear, "_packed", lambda weight: (None, 0))
     assert n_called(called, repeating(packed_model())) == 2 * N_LAYER
 
 
@@ -183,12 +192,25 @@ def test_hooks_see_every_layer(called):
     assert len(seen) == 2 * 2 * N_LAYER
 
 
-def test_layers_replaced_after_a_forward_are_run(called):
+def set_layers(model: Transformer, other: Transformer) -> None:
+    model.layers = other.layers
+
+
+def set_layer(model: Transformer, other: Transformer) -> None:
+    model.layers[2] = other.layers[2]
+
+
+def set_part(model: Transformer, other: Transformer) -> None:
+    model.layers[2].feed_forward.w2 = other.layers[2].feed_forward.w2
+
+
+def set_weight(model: Transformer, other: Transformer) -> None:
+    model.layers[2].attention_norm.weight.data = other.layers[2].ffn_norm.weight.data.clone()
+
+
+@pytest.mark.parametrize("change", [set_layers, set_layer, set_part, set_weight])
+def test_what_replaces_a_part_after_a_forward_is_run(called, change):
     model = repeating(packed_model())
     run(model, full())
-    for layer, other in zip(model.layers, packed_model(scheme="int8").layers, strict=True):
-        layer.attention = other.attention
-    assert n_called(called, model) == 2 * N_LAYER
-    model = repeating(packed_model())
-    model.layers = packed_model(scheme="int8").layers
+    change(model, packed_model(scheme="int4"))
     assert n_called(called, model) == 2 * N_LAYER
