@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.errors import UserError, flag, refuse
 from engine.graphs import CapturedParts
@@ -78,6 +78,8 @@ class ModelRunner:
         self.device, self.max_batch, self.vocab_size = cache.device, cache.max_batch, model.config.vocab_size
         self.new_graphs = new_graphs
         self.graphs = None if new_graphs is None else CapturedParts(new_graphs(cache.device), ranks)
+        linears = [part for part in model.modules() if isinstance(part, nn.Linear)]
+        self._multiplies_in_kernels = model.backend.name == "cpp" and model.output is not None and not linears
         self.prefill_chunk = min(prefill_chunk or prefill_chunk_of(cache.device), cache.prefill_block)
         config, keys = model.config, cache.keys
         needed = (model.dtype, config.n_layer, config.n_kv_head, config.head_dim)
@@ -91,11 +93,12 @@ class ModelRunner:
         """True if rounds compute no more rows and slots than they need; captured rounds have few shapes."""
         return self.graphs is None
 
-    def n_computed(self, n_busy: int) -> int:
+    def n_computed(self, n_busy: int, adds_up: bool = False) -> int:
         """Return how many rows a round of `n_busy` rows computes. This is a number that is captured, or at least two:
-        libraries compute a product with a single row in another order, and bits would depend on the number of rows."""
+        libraries compute a product with a single row in another order, and bits would depend on the number of rows. One
+        where kernels multiply, in which they do not, unless the round `adds_up` a row's numbers in PyTorch."""
         if self.narrows:
-            return min(self.max_batch, max(n_busy, 2))
+            return min(self.max_batch, max(n_busy, 1 if self._multiplies_in_kernels and not adds_up else 2))
         return next(n for n in captured_sizes(self.max_batch) if n >= n_busy)
 
     def over(self, cache: KVCache, model: Transformer | None = None) -> ModelRunner:

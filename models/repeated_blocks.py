@@ -64,7 +64,7 @@ class RepeatedBlocks:
         with recorded() as calls:
             results = layers[first](x, update, step, first)
         if [name for name, _ in groupby(each.name for each in calls)] != CALLS:
-            return run_in_turn(layers, *results, step, first + 1, end)
+            return run_in_turn(layers, results[0], results[1], step, first + 1, end)
         later = np.arange(1, end - first)
         steps = (self._addresses[first + 1 : end] - self._addresses[first]).T
         regions = [Region(x.data_ptr(), x.nbytes, moves) for x, moves in zip(self._weights[first], steps, strict=True)]

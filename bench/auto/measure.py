@@ -71,8 +71,8 @@ class CostProfiler:
 
     gamma: the largest gamma of any choice. how: arguments of `generate`. `timed`: for each choice, the seconds of the
     parts "resume", which is catching up, "draft", "verify" and "other" of every round. `refreshes`: for each drafter,
-    the seconds of every refresh of its selection. `seconds`: seconds of all rounds. Errors: UserError if logits are not
-    finite.
+    the seconds of every refresh of its selection. `seconds`: of all rounds of these prompts. Errors: UserError if
+    logits are not finite.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class CostProfiler:
             for request in self._generation.requests[n_rows:]:
                 self._generation.decoder.cancel(request)
             del self._generation.requests[n_rows:]
+        self.seconds = 0.0
         self._forget()
 
     @property
@@ -149,8 +150,8 @@ class CostProfiler:
 
 
 def measure_costs(profiler: CostProfiler, gammas: Sequence[int], n_steps: float = math.inf) -> dict[int, list[Costs]]:
-    """Return the costs of each drafter by the number of busy rows, for a decode of `n_steps` plain steps: medians of
-    interleaved rounds.
+    """Return the costs of each drafter by the number of busy rows, for a decode of `n_steps` plain steps, of which a
+    server's is without end: medians of interleaved rounds.
 
     The first drafter of each kind, whose rounds cost most, is measured at the least, the middle and the largest gamma.
     The others only add their draft step, at the middle gamma. All rows decode; in a long decode also the fewest that
@@ -174,7 +175,8 @@ def measure_costs(profiler: CostProfiler, gammas: Sequence[int], n_steps: float 
     share = MOST_SHARE * n_steps * fewest_rounds()[0].plain_ms / 1e3
     few_rows = min(n_rows, runner.n_computed(1))
     until = min(MEASURING_SECONDS, share) / (1 if few_rows == n_rows else 2)
-    is_long = runner.ranks.broadcast_object(lambda: profiler.seconds < until)
+    most_before_few = MEASURING_SECONDS if n_steps == math.inf else until
+    is_long = runner.ranks.broadcast_object(lambda: profiler.seconds < most_before_few)
     profiler.run(choices, MOST_TIMED - FEWEST_TIMED, until)
     found = {n_rows: costs_of_rounds(profiler, n_untimed)}
     if few_rows < n_rows and is_long:
