@@ -154,6 +154,6 @@ def test_measuring_ends_in_time_however_slow_the_machine_is(seconds, decodes, mo
     began = clock.perf_counter()
     found = measured()
     rounds, took = sum(map(len, decodes)), clock.perf_counter() - began
-    assert took <= measure.MEASURING_SECONDS + seconds + 0.1 or rounds == len(FIRST)
+    assert took <= len(found) * measure.MEASURING_SECONDS + seconds + 0.1 or rounds == len(FIRST)
     assert all(cost.plain_ms >= 900 * seconds for each in found.values() for cost in each)
-    assert len(found) == (2 if seconds < 0.1 else 1)
+    assert len(found) == (1 if seconds > 1 else 2)
