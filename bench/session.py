@@ -29,6 +29,7 @@ from engine.runner import ModelRunner
 from kv_cache import FullKVCache
 from models.checkpoints.tokenizer import Tokenizer
 from models.experts import is_grouped
+from models.kernels.row_bits import fewest_rows
 from models.storage import auto_dtype
 from models.tensor_parallel import Shard
 
@@ -179,7 +180,8 @@ def _load(plan: Plan, ranks: Ranks) -> tuple[Models, ModelRunner]:
     cache = FullKVCache(model.config, target.n_rows, target.capacity, target.device, target.kv_dtype)
     folder = plan.config.text.prefix_cache
     prefixes = prefix_store(folder, plan, model, models.target_ranks) if folder else None
-    return models, ModelRunner(model, cache, ranks=ranks, new_graphs=new_graphs, prefixes=prefixes)
+    runner = ModelRunner(model, cache, None, ranks, new_graphs, prefixes, fewest_rows(model))
+    return models, runner
 
 
 def _prompts(plan: Plan, tokenizer: Tokenizer | None, n_continued: int) -> list[list[int]]:

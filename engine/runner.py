@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.errors import UserError, flag, refuse
 from engine.graphs import CapturedParts
@@ -62,6 +62,7 @@ class ModelRunner:
     A row that still holds a prompt is rolled back to it instead of running it again, so that a baseline and a
     speculation decode from the same state. ranks: the processes that make the same calls, where the model is sharded.
     new_graphs: makes `CudaGraphs`, where rounds are captured. prefixes: prompts that earlier runs have prefilled.
+    fewest_rows: of a round, in which a row has the bits that it has next to more rows (`models.kernels.row_bits`).
     Errors: ConfigError if dtype and shape of the cache are not the model's.
     """
 
@@ -73,13 +74,13 @@ class ModelRunner:
         ranks: Ranks = ALONE,
         new_graphs: Callable[[torch.device], Any] | None = None,
         prefixes: PrefixStore | None = None,
+        fewest_rows: int = 2,
     ) -> None:
         self.model, self.cache, self.ranks, self.prefixes = model, cache, ranks, prefixes
+        self._fewest_rows = fewest_rows
         self.device, self.max_batch, self.vocab_size = cache.device, cache.max_batch, model.config.vocab_size
         self.new_graphs = new_graphs
         self.graphs = None if new_graphs is None else CapturedParts(new_graphs(cache.device), ranks)
-        linears = [part for part in model.modules() if isinstance(part, nn.Linear)]
-        self._multiplies_in_kernels = model.backend.name == "cpp" and model.output is not None and not linears
         self.prefill_chunk = min(prefill_chunk or prefill_chunk_of(cache.device), cache.prefill_block)
         config, keys = model.config, cache.keys
         needed = (model.dtype, config.n_layer, config.n_kv_head, config.head_dim)
@@ -94,11 +95,10 @@ class ModelRunner:
         return self.graphs is None
 
     def n_computed(self, n_busy: int, adds_up: bool = False) -> int:
-        """Return how many rows a round of `n_busy` rows computes. This is a number that is captured, or at least two:
-        libraries compute a product with a single row in another order, and bits would depend on the number of rows. One
-        where kernels multiply, in which they do not, unless the round `adds_up` a row's numbers in PyTorch."""
+        """Return how many rows a round of `n_busy` rows computes. This is a number that is captured, or at least
+        `fewest_rows`. adds_up: PyTorch adds up a row's numbers, which it does in another order for a single row."""
         if self.narrows:
-            return min(self.max_batch, max(n_busy, 1 if self._multiplies_in_kernels and not adds_up else 2))
+            return min(self.max_batch, max(n_busy, 2 if adds_up else self._fewest_rows))
         return next(n for n in captured_sizes(self.max_batch) if n >= n_busy)
 
     def over(self, cache: KVCache, model: Transformer | None = None) -> ModelRunner:

@@ -6,9 +6,10 @@ new number, random rows are multiplied together and in two parts. If bits differ
 
 import functools
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Numbers of rows up to this and its multiples are tested; other numbers run in two blocks. A test takes many products.
 MOST_TESTED = 64
@@ -24,6 +25,14 @@ Multiply = Callable[[Tensor], Tensor]  # x [n, d_in] -> [n, d_out]
 def _verdicts(kernel: Hashable) -> dict[int, bool]:
     """Return whether rows of a kernel have equal bits together and in parts, by their number, once it was tested."""
     return {}
+
+
+def fewest_rows(model: Any) -> int:
+    """Return the fewest rows in which a Transformer computes a row's bits: one where kernels and `multiply_rows` run all
+    products, else two, since libraries add up a product with a single row in another order."""
+    if model.backend.name != "cpp" or model.output is None:
+        return 2
+    return 2 if any(isinstance(part, nn.Linear) for part in model.modules()) else 1
 
 
 def multiply_rows(multiply: Multiply, x: Tensor, kernel: Hashable) -> Tensor:

@@ -13,6 +13,7 @@ from models import ModelConfig, Transformer
 from models.attention.cpp_backend import CppAttention
 from models.checkpoints.loading import pack_model
 from models.kernels.pointwise_cpp import pointwise_for
+from models.kernels.row_bits import fewest_rows
 from tests.support.machine import needs_cpp_compiler
 from tests.support.tiny import decode, random_prompts, tiny_model
 
@@ -29,7 +30,7 @@ def decoded(monkeypatch, sampling: SamplingParams, drafts: bool, fewest: int) ->
     model = tiny_model(CONFIG, dtype=torch.float32)
     pack_model(model)
     model.backend, model.pointwise = CppAttention(), pointwise_for("cpp")
-    runner = ModelRunner(model, FullKVCache(CONFIG, 4, 96))
+    runner = ModelRunner(model, FullKVCache(CONFIG, 4, 96), fewest_rows=fewest_rows(model))
     n_computed, numbers, step = runner.n_computed, set[int](), runner.step
     monkeypatch.setattr(runner, "n_computed", lambda *given: max(fewest, n_computed(*given)))
     monkeypatch.setattr(runner, "step", lambda tokens, *given: numbers.add(len(tokens)) or step(tokens, *given))
