@@ -155,8 +155,8 @@ def measure_costs(profiler: CostProfiler, gammas: Sequence[int], n_steps: float 
 
     The first drafter of each kind, whose rounds cost most, is measured at the least, the middle and the largest gamma.
     The others only add their draft step, at the middle gamma. All rows decode, for MEASURING_SECONDS and a share of the
-    decode at most, unless the fewest rounds take longer; in a long decode also the fewest rows that are computed. Code has to be compiled and captured before. Errors: UserError if logits are
-    not finite.
+    decode at most, unless the fewest rounds take longer; in a long decode also the fewest rows that are computed. Code
+    has to be compiled and captured before. Errors: UserError if logits are not finite.
     """
     runner, n_rows, choices = profiler.runner, len(profiler.prompts), [PLAIN]
     points = sorted({gammas[0], middle(gammas), gammas[-1]})

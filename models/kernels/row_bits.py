@@ -28,8 +28,8 @@ def _verdicts(kernel: Hashable) -> dict[int, bool]:
 
 
 def fewest_rows(model: Any) -> int:
-    """Return the fewest rows in which a Transformer computes a row's bits: one where kernels and `multiply_rows` run all
-    products, else two, since libraries add up a product with a single row in another order."""
+    """Return the fewest rows in which a Transformer computes a row's bits: one where kernels and `multiply_rows` run
+    all products, else two, since libraries add up a product with a single row in another order."""
     if model.backend.name != "cpp" or model.output is None:
         return 2
     return 2 if any(isinstance(part, nn.Linear) for part in model.modules()) else 1
