@@ -1,6 +1,6 @@
 """Run the blocks of a model on a CPU in one call: a block's calls of kernels, repeated with the addresses of others.
 
-Python takes longer to call the kernels of a small model than these take to compute a few tokens.
+Python takes a large part of a small model's step to call its kernels.
 """
 
 from bisect import bisect_right
@@ -43,7 +43,10 @@ class Region(NamedTuple):
 
 
 class RepeatedBlocks:
-    """Blocks of one structure. repeat: the kernel that repeats calls."""
+    """Runs blocks of one structure: the first in Python, the others by repeating its calls.
+
+    repeat: the kernel that repeats calls of kernels.
+    """
 
     def __init__(self, layers: nn.ModuleList, repeat: Any) -> None:
         self._layers, self._repeat = layers, repeat

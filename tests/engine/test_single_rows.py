@@ -25,8 +25,8 @@ LIMITS = (6, 60, 15)
 
 
 def decoded(monkeypatch, sampling: SamplingParams, drafts: bool, fewest: int) -> tuple[list[Any], set[int]]:
-    """Decode three prompts in four rows, which end one after the other; return their tokens and log-probabilities, and
-    the numbers of rows of the target's forwards."""
+    """Decode three prompts in four rows, which end one after the other; return their tokens, and the numbers of rows of
+    the target's forwards. fewest: the fewest rows that rounds compute, if the runner computes fewer."""
     model = tiny_model(CONFIG, dtype=torch.float32)
     pack_model(model)
     model.backend, model.pointwise = CppAttention(), pointwise_for("cpp")
