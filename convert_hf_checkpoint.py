@@ -94,8 +94,8 @@ def convert(
         print(f"{weights} is up to date (--force converts again)")
         return weights
     target = getattr(torch, dtype) if dtype else None
-    progress = tqdm(matched.items(), desc="reading", unit="tensor")
-    state_dict = {name: read_stacked(name, stacked, target) for name, stacked in progress}
+    with tqdm(matched.items(), desc="reading", unit="tensor") as bar:  # closed, too, where reading fails
+        state_dict = {name: read_stacked(name, stacked, target) for name, stacked in bar}
     save_checkpoint(weights, config, state_dict)
     generated = _write_side_files(checkpoint_dir, out_dir, source, json.dumps(hf_config, indent=2) + "\n")
     written = [name for name in (files.WEIGHTS, *files.SIDE_FILES) if (out_dir / name).is_file()]
