@@ -38,6 +38,21 @@ inline void transpose_keys(const Entry* keys, int64_t stride, int n, int n_word,
         }
 }
 
+// Stores the first, and `second` numbers later the second numbers of W pairs of bfloat16.
+inline void store_pair(vec pairs, float* to, int second) {
+    store(to, (vec)((uvec)pairs << 16));
+    store(to + second, (vec)((uvec)pairs & 0xffff0000));
+}
+
+// The same for keys in bfloat16, [2 * N, TILE] in float32: pairs of dimensions are moved as one word.
+template <int N>
+inline void transpose_pairs(const bfloat16* keys, int64_t stride, int n, int n_word, float* to) {
+    alignas(64) float words[N * TILE];
+    transpose_keys<N>((const float*)keys, stride / 2, n, n_word, words);
+    for (int d = 0; d < N; ++d)
+        for (int s = 0; s < TILE; s += W) store_pair(load(words + d * TILE + s), to + 2 * d * TILE + s, TILE);
+}
+
 // Products of entries with queries and with softmax weights, over words of PACK numbers. Queries and weights may be split
 // into PLANES, from the most significant to the least.
 //
@@ -63,17 +78,25 @@ struct Float32Products {
     }
     template <int D, typename Entry>
     static void transpose(const Entry* keys, int64_t stride, int n, int dim, float* to) {
-        transpose_keys<D>(keys, stride, n, dim, to);
+        if constexpr (std::is_same_v<Entry, bfloat16>)
+            transpose_pairs<D / 2>(keys, stride, n, dim / 2, to);
+        else
+            transpose_keys<D>(keys, stride, n, dim, to);
     }
     template <int D, typename Entry>
     static void interleave(const Entry* values, int64_t stride, int n, int dim, float* to) {
-        if (n == TILE && dim == D) {
-            for (int s = 0; s < TILE; ++s)
-                for (int d = 0; d < D; d += W) store(to + s * D + d, load(values + s * stride + d));
-            return;
-        }
+        const bool is_whole = n == TILE && dim == D;
         for (int s = 0; s < n; ++s)
-            for (int d = 0; d < D; d += W) store(to + s * D + d, load_first(values + s * stride + d, dim - d));
+            if constexpr (std::is_same_v<Entry, bfloat16>)
+                for (int d = 0; d < D; d += 2 * W) {
+                    const float* pairs = (const float*)(values + s * stride + d);
+                    store_pair(is_whole ? load(pairs) : load_first(pairs, (dim - d) / 2), to + s * D + d, W);
+                }
+            else
+                for (int d = 0; d < D; d += W) {
+                    const Entry* from = values + s * stride + d;
+                    store(to + s * D + d, is_whole ? load(from) : load_first(from, dim - d));
+                }
         std::memset(to + n * D, 0, (TILE - n) * D * sizeof(float));
     }
 };
@@ -253,9 +276,11 @@ struct Int8Products : Int8Words {
 typedef Float32Products Int8Products;
 #endif
 
-// The place of a dimension in sums over interleaved values: words of 4 dimensions stay together.
-template <int PACK>
+// The place of a dimension in sums over interleaved values. In words of several numbers, words of 4 dimensions stay
+// together; of bfloat16 as float32, even dimensions come first.
+template <int PACK, typename Entry>
 inline int interleaved(int d) {
+    if (PACK == 1) return std::is_same_v<Entry, bfloat16> ? d / (2 * W) * 2 * W + d % 2 * W + d % (2 * W) / 2 : d;
     const int in = d % (16 * PACK);
     return d - in + in / 4 % PACK * 16 + in / (4 * PACK) * 4 + in % 4;
 }

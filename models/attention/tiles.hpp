@@ -206,11 +206,11 @@ struct Stored {
         add_tile(weights, n_row, tile, next, out);
     }
     void finish(int n_row, float* out) {
-        if (P::PACK == 1) return;
+        if (P::PACK == 1 && !std::is_same_v<Entry, bfloat16>) return;
         for (int m = 0; m < n_row; ++m, out += D) {
             float sums[D];
             std::memcpy(sums, out, sizeof sums);
-            for (int d = 0; d < D; ++d) out[d] = sums[interleaved<P::PACK>(d)];
+            for (int d = 0; d < D; ++d) out[d] = sums[interleaved<P::PACK, Entry>(d)];
         }
     }
 };
