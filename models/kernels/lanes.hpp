@@ -120,13 +120,6 @@ inline void add_products(Ints& sum, Ints weights, Ints x) {
 #define WIDENED
 #endif
 
-#if defined(WIDENED)
-inline void add_products(Floats& sum, Ints weights, Ints x) {  // of pairs of bfloat16
-    sum = fused(lower_bfloat16(weights), lower_bfloat16(x), sum);
-    sum = fused(upper_bfloat16(weights), upper_bfloat16(x), sum);
-}
-#endif
-
 inline Ints word_at(const void* p) {
     int32_t word;
     std::memcpy(&word, p, sizeof word);

@@ -115,6 +115,7 @@ inline void put(const Call<Number>& call, int64_t row, int64_t output, const Flo
     }
 }
 
+#if !defined(WIDENED)
 struct Bfloat16Weights {
     static constexpr int ROWS = ROWS_16_AND_8, LINES = 2;  // rows of a group at most; lines of memory of a step
     static constexpr bool ROUNDS = false, IN_TILES = false;
@@ -132,6 +133,7 @@ struct Bfloat16Weights {
         put(call, row, output, {{(Floats)sums[0][0], (Floats)sums[0][1]}});
     }
 };
+#endif
 
 // Weights as bytes around 128, with a scale for each output; x in 8 bits, with a scale for each row. Sums are exact.
 struct Int8Weights {
@@ -354,32 +356,32 @@ inline void unpack_block(const char* codes, int64_t n_in, float* __restrict to) 
     }
 }
 
-// Multiplies R rows of x by a block. A word of weights has N inputs: one float32, or two bfloat16.
-template <int R, int N>
-inline void multiply_block(const Call<float>& call, int64_t row, int64_t output, const char* weights, Prefetch prefetch) {
-    constexpr int V = FLOAT_OUTPUTS / W;
-    const float* x = call.x + row * call.x_row;
+// Multiplies R rows of x, which are x_row numbers apart, by V vectors of outputs: their words are vector_bytes apart, and
+// step_bytes from one word of an output to its next. A word has N inputs: one float32, or two bfloat16.
+template <int R, int N, int V, typename Number>
+inline void multiply_block(const Call<Number>& call, const float* x, int64_t x_row, int64_t row, int64_t output,
+                           const char* weights, int64_t vector_bytes, int64_t step_bytes, Prefetch prefetch) {
     Floats sums[R][V] = {};
-    for (int64_t i = 0; i < call.n_in; i += N, weights += 4 * FLOAT_OUTPUTS) {
+    for (int64_t i = 0; i < call.n_in; i += N, weights += step_bytes) {
         prefetch.step();
         Ints words[V];
-#pragma GCC unroll 2
-        for (int v = 0; v < V; ++v) words[v] = load_words(weights + 4 * W * v);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) words[v] = load_words(weights + v * vector_bytes);
 #pragma GCC unroll 2
         for (int of_word = 0; of_word < N; ++of_word) {
             Floats w[V];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int v = 0; v < V; ++v)
                 w[v] = N == 1 ? (Floats)words[v] : of_word ? upper_bfloat16(words[v]) : lower_bfloat16(words[v]);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
-                const Floats number = spread(x[r * call.x_row + i + of_word]);
-#pragma GCC unroll 2
+                const Floats number = spread(x[r * x_row + i + of_word]);
+#pragma GCC unroll 4
                 for (int v = 0; v < V; ++v) sums[r][v] = fused(w[v], number, sums[r][v]);
             }
         }
     }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
         const int64_t at = output + W * v;
         const Floats bias = call.bias ? load(call.bias + at) : spread(0.0f);
@@ -388,26 +390,45 @@ inline void multiply_block(const Call<float>& call, int64_t row, int64_t output,
     }
 }
 
-// Multiplies x by weights in words of N inputs, [n_out / FLOAT_OUTPUTS, n_in / N, FLOAT_OUTPUTS], or in codes for one
-// float32, [n_out / FLOAT_OUTPUTS, n_in / GROUP, CODED_GROUP] bytes.
-template <int N, bool CODED = false>
-void multiply_floats(const Call<float>& call, int n_thread) {
-    constexpr int ROWS = N == 1 ? 6 : 4;  // rows of a group, whose sums fill the registers of AVX2
-    const int64_t block_bytes = CODED ? call.n_in / GROUP * CODED_GROUP : call.n_in * FLOAT_OUTPUTS * 4 / N;
+// Multiplies x in float32 by weights in words of N inputs, [n_out / BLOCK, n_in / N, BLOCK], where BLOCK is 16 for x in
+// float32 and 32 for x in bfloat16, or in codes for one float32, [n_out / BLOCK, n_in / GROUP, CODED_GROUP] bytes.
+template <int N, bool CODED = false, typename Number>
+void multiply_floats(const Call<Number>& call, int n_thread) {
+    constexpr bool IS_FLOAT = sizeof(Number) == 4;
+    constexpr int BLOCK = IS_FLOAT ? FLOAT_OUTPUTS : OUTPUTS, V = std::max(2, BLOCK / W);  // at least two vectors of outputs
+    constexpr int BLOCKS = V * W / BLOCK;
+    constexpr int ROWS = W == 16 ? 12 : N == 1 ? 6 : 8 / V;  // rows of a group, whose sums fill the registers
+    const int64_t block_bytes = CODED ? call.n_in / GROUP * CODED_GROUP : call.n_in * BLOCK * 4 / N;
+    const int64_t unpacked_bytes = 4 * FLOAT_OUTPUTS * call.n_in;
+    const int64_t vector_bytes = BLOCKS == 1 ? 4 * W : CODED ? unpacked_bytes : block_bytes;
 #pragma omp parallel num_threads(n_thread)
     {
-        const std::unique_ptr<float[]> unpacked(CODED ? new float[call.n_in * FLOAT_OUTPUTS] : nullptr);
+        const std::unique_ptr<float[]> unpacked(CODED ? new float[BLOCKS * unpacked_bytes / 4] : nullptr);
+        const std::unique_ptr<float[]> widened(IS_FLOAT ? nullptr : new float[std::min(PANEL, call.n_row) * call.n_in]);
         for (int64_t first = 0; first < call.n_row; first += PANEL) {
             const int64_t last = std::min(first + PANEL, call.n_row), n_group = (last - first + ROWS - 1) / ROWS;
-            const int64_t per_group = (last - first + n_group - 1) / n_group, group_bytes = block_bytes / n_group;
-            const int step_bytes = CODED ? 0 : (4 * FLOAT_OUTPUTS + n_group - 1) / n_group;  // each group prefetches a part
+            const int64_t per_group = (last - first + n_group - 1) / n_group, group_bytes = BLOCKS * block_bytes / n_group;
+            const int step_bytes = CODED ? 0 : (4 * V * W + n_group - 1) / n_group;  // each group prefetches a part
+            const float* x = widened.get();
+            int64_t x_row = call.n_in;
+            if constexpr (IS_FLOAT)
+                x = call.x + first * call.x_row, x_row = call.x_row;
+            else
+                for (int64_t row = first; row < last; ++row)
+                    for (int64_t i = 0; i < call.n_in; i += W)
+                        store(widened.get() + (row - first) * x_row + i, load(call.x + row * call.x_row + i));
 #pragma omp for schedule(static) nowait
-            for (int64_t output = 0; output < call.n_out; output += FLOAT_OUTPUTS) {
-                const char *weights = call.weights + output / FLOAT_OUTPUTS * block_bytes, *next = weights + block_bytes;
-                if (CODED) unpack_block(weights, call.n_in, unpacked.get()), weights = (const char*)unpacked.get();
+            for (int64_t output = 0; output < call.n_out; output += V * W) {
+                const char *weights = call.weights + output / BLOCK * block_bytes, *next = weights + BLOCKS * block_bytes;
+                if (CODED) {
+                    for (int64_t b = 0; b < BLOCKS; ++b)
+                        unpack_block(weights + b * block_bytes, call.n_in, unpacked.get() + b * unpacked_bytes / 4);
+                    weights = (const char*)unpacked.get();
+                }
                 for (int64_t row = first; row < last; row += per_group, next += group_bytes)
                     with_rows<ROWS>(std::min(per_group, last - row), [&](auto size) {
-                        multiply_block<size, N>(call, row, output, weights, {next, step_bytes});
+                        multiply_block<size, N, V>(call, x + (row - first) * x_row, x_row, row, output, weights,
+                                                   vector_bytes, 4 * BLOCK, {next, step_bytes});
                     });
             }
         }
@@ -422,7 +443,11 @@ int multiply(int64_t storage, const Call<Number>& call, int n_thread) {
     if (storage == 8) return multiply<Int8Weights>(call, n_thread), 0;
     if (storage == 4) return multiply<Int4Weights>(call, n_thread), 0;
     if constexpr (sizeof(Number) == 2) {
+#if defined(WIDENED)
+        if (storage == 16) return multiply_floats<2>(call, n_thread), 0;
+#else
         if (storage == 16) return multiply<InTiles<Bfloat16Weights>>(call, n_thread), 0;
+#endif
     } else {
         if (storage == 16) return multiply_floats<2>(call, n_thread), 0;
         if (storage == 32) return multiply_floats<1>(call, n_thread), 0;

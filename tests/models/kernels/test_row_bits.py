@@ -82,7 +82,7 @@ def test_a_row_has_the_bits_that_it_has_alone(monkeypatch, new_layer, dtype, d_o
         assert not counts_that_differ(new_layer(weight, bias), x)
 
 
-@pytest.mark.skipif(not linear_cpp.multiplies_floats((32, 32)), reason="it needs AVX2 without AVX-512")
+@pytest.mark.skipif(not linear_cpp.multiplies_floats((32, 32)), reason="oneDNN multiplies float32 here")
 def test_float32_layers_are_in_16_bits_where_these_hold_the_weights():
     """Products are those of float32; a single weight of more bits keeps its layer in 32."""
     generator = torch.Generator().manual_seed(2)
@@ -98,7 +98,7 @@ def test_float32_layers_are_in_16_bits_where_these_hold_the_weights():
         assert not counts_that_differ(layer, x)
 
 
-@pytest.mark.skipif(not linear_cpp.multiplies_floats((32, 32)), reason="it needs AVX2 without AVX-512")
+@pytest.mark.skipif(not linear_cpp.multiplies_floats((32, 32)), reason="oneDNN multiplies float32 here")
 def test_float32_layers_are_in_4_bits_where_these_hold_the_weights():
     """Products are those of float32, bit for bit; a single weight that is no code keeps its layer in 32 bits."""
     weight, x = coded_weight(), torch.randn(112, D_IN, generator=torch.Generator().manual_seed(2))
