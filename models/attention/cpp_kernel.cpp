@@ -255,7 +255,7 @@ extern "C" int foretoken_attend(const Call* call, int n_thread) {
         return attend<64, decltype(entry), decltype(products)>(*call, n_thread), 0;
     };
     if (call->entries == 0) return with(float{}, Float32Products{});
-    if (call->entries == 1 && !call->q_is_bfloat16) return with(bfloat16{}, Float32Products{});  // queries stay as they are
+    if (call->entries == 1 && !call->q_is_bfloat16) return with(bfloat16{}, WidenedProducts{});  // queries stay as they are
     if (call->entries == 1) return with(bfloat16{}, OfBfloat16{});
     if (call->entries == 2) return with(int8_t{}, OfInt8{});
     return call->entries == 3 ? with(float8{}, Float32Products{}) : 1;

@@ -38,32 +38,22 @@ inline void transpose_keys(const Entry* keys, int64_t stride, int n, int n_word,
         }
 }
 
-// Stores the first, and `second` numbers later the second numbers of W pairs of bfloat16.
-inline void store_pair(vec pairs, float* to, int second) {
-    store(to, (vec)((uvec)pairs << 16));
-    store(to + second, (vec)((uvec)pairs & 0xffff0000));
-}
-
-// The same for keys in bfloat16, [2 * N, TILE] in float32: pairs of dimensions are moved as one word.
-template <int N>
-inline void transpose_pairs(const bfloat16* keys, int64_t stride, int n, int n_word, float* to) {
-    alignas(64) float words[N * TILE];
-    transpose_keys<N>((const float*)keys, stride / 2, n, n_word, words);
-    for (int d = 0; d < N; ++d)
-        for (int s = 0; s < TILE; s += W) store_pair(load(words + d * TILE + s), to + 2 * d * TILE + s, TILE);
-}
-
 // Products of entries with queries and with softmax weights, over words of PACK numbers. Queries and weights may be split
-// into PLANES, from the most significant to the least.
+// into PLANES, from the most significant to the least. Words of entries are as long, or hold APART times the numbers, which
+// are multiplied one after the other. ROWS: the most query rows of a pass, whose sums fill the registers.
 //
 // pack_query: computes the words [PLANES, D / PACK] of a query, the factor of its sums, and a number to subtract first.
 // pack_weights: computes the words [PLANES, TILE / PACK] of a tile's weights, and the factor of their sums.
 // interleave: packs a tile's values into words, [TILE / PACK, D], in the order of dimensions of `interleaved`.
+// AsStored: the type of entries whose values are multiplied without a copy.
 struct Float32Products {
     static constexpr bool IN_AMX = false;
-    static constexpr int PACK = 1, PLANES = 1, KEY_SHIFT = 0, VALUE_SHIFT = 0;
+    static constexpr int PACK = 1, APART = 1, PLANES = 1, ROWS = 6, KEY_SHIFT = 0, VALUE_SHIFT = 0;
     typedef vec Sum;
+    typedef float AsStored;
 
+    template <int PART>
+    static vec part(vec words) { return words; }
     static Sum times_query(Sum sum, vec keys, float word) { return sum + broadcast(word) * keys; }
     static Sum times_weight(Sum sum, vec values, float word) { return sum + broadcast(word) * values; }
 
@@ -78,26 +68,35 @@ struct Float32Products {
     }
     template <int D, typename Entry>
     static void transpose(const Entry* keys, int64_t stride, int n, int dim, float* to) {
-        if constexpr (std::is_same_v<Entry, bfloat16>)
-            transpose_pairs<D / 2>(keys, stride, n, dim / 2, to);
-        else
-            transpose_keys<D>(keys, stride, n, dim, to);
+        transpose_keys<D>(keys, stride, n, dim, to);
     }
     template <int D, typename Entry>
     static void interleave(const Entry* values, int64_t stride, int n, int dim, float* to) {
-        const bool is_whole = n == TILE && dim == D;
+        if (n == TILE && dim == D) {
+            for (int s = 0; s < TILE; ++s)
+                for (int d = 0; d < D; d += W) store(to + s * D + d, load(values + s * stride + d));
+            return;
+        }
         for (int s = 0; s < n; ++s)
-            if constexpr (std::is_same_v<Entry, bfloat16>)
-                for (int d = 0; d < D; d += 2 * W) {
-                    const float* pairs = (const float*)(values + s * stride + d);
-                    store_pair(is_whole ? load(pairs) : load_first(pairs, (dim - d) / 2), to + s * D + d, W);
-                }
-            else
-                for (int d = 0; d < D; d += W) {
-                    const Entry* from = values + s * stride + d;
-                    store(to + s * D + d, is_whole ? load(from) : load_first(from, dim - d));
-                }
+            for (int d = 0; d < D; d += W) store(to + s * D + d, load_first(values + s * stride + d, dim - d));
         std::memset(to + n * D, 0, (TILE - n) * D * sizeof(float));
+    }
+};
+
+// Entries in bfloat16, moved as words of two, and multiplied in float32.
+struct WidenedProducts : Float32Products {
+    static constexpr int APART = 2, ROWS = REGISTERS == 32 ? 12 : 4;
+    typedef bfloat16 AsStored;
+
+    template <int PART>
+    static vec part(vec words) { return PART ? (vec)((uvec)words & 0xffff0000) : (vec)((uvec)words << 16); }
+    template <int D>
+    static void transpose(const bfloat16* keys, int64_t stride, int n, int dim, float* to) {
+        transpose_keys<D / 2>((const float*)keys, stride / 2, n, dim / 2, to);
+    }
+    template <int D>
+    static void interleave(const bfloat16* values, int64_t stride, int n, int dim, float* to) {
+        Float32Products::interleave<D / 2>((const float*)values, stride / 2, n, dim / 2, to);
     }
 };
 
@@ -120,7 +119,11 @@ struct InWords {
 // Words of two bfloat16: weights and queries are rounded to bfloat16.
 struct Bfloat16Words {
     static constexpr bool IN_AMX = false;
-    static constexpr int PACK = 2, PLANES = 1, KEY_SHIFT = 0, VALUE_SHIFT = 0;
+    static constexpr int PACK = 2, APART = 1, PLANES = 1, ROWS = 6, KEY_SHIFT = 0, VALUE_SHIFT = 0;
+    typedef void AsStored;
+
+    template <int PART>
+    static vec part(vec words) { return words; }
 
     static void pack(const float* from, float* words) {
 #if defined(__AVX512BF16__)
@@ -161,8 +164,11 @@ struct Bfloat16Words {
 // 8, relative to the largest.
 struct Int8Words {
     static constexpr bool IN_AMX = false;
-    static constexpr int PACK = 4, PLANES = 2, KEY_SHIFT = 7, VALUE_SHIFT = 8;
+    static constexpr int PACK = 4, APART = 1, PLANES = 2, ROWS = 6, KEY_SHIFT = 7, VALUE_SHIFT = 8;
+    typedef void AsStored;
 
+    template <int PART>
+    static vec part(vec words) { return words; }
     static ivec nearest(vec x) {  // for less than 2^22
 #if defined(__AVX512F__)
         return (ivec)_mm512_cvtps_epi32((__m512)x);
@@ -252,7 +258,7 @@ struct Bfloat16Products : Bfloat16Words {
     static Sum times_weight(Sum sum, vec values, float word) { return times_query(sum, values, word); }
 };
 #else
-typedef Float32Products Bfloat16Products;
+typedef WidenedProducts Bfloat16Products;
 #endif
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
@@ -276,13 +282,12 @@ struct Int8Products : Int8Words {
 typedef Float32Products Int8Products;
 #endif
 
-// The place of a dimension in sums over interleaved values. In words of several numbers, words of 4 dimensions stay
-// together; of bfloat16 as float32, even dimensions come first.
-template <int PACK, typename Entry>
+// The place of a dimension in sums over interleaved values: words of 4 dimensions stay together. Where the two numbers of
+// a word are multiplied apart, those of W words stay together.
+template <typename P>
 inline int interleaved(int d) {
-    if (PACK == 1) return std::is_same_v<Entry, bfloat16> ? d / (2 * W) * 2 * W + d % 2 * W + d % (2 * W) / 2 : d;
-    const int in = d % (16 * PACK);
-    return d - in + in / 4 % PACK * 16 + in / (4 * PACK) * 4 + in % 4;
+    const int n = P::APART > 1 ? 2 * W : 16 * P::PACK, in = d % n;
+    return d - in + (P::APART > 1 ? in % 2 * W + in / 2 : in / 4 % P::PACK * 16 + in / (4 * P::PACK) * 4 + in % 4);
 }
 
 }  // namespace

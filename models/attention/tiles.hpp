@@ -36,32 +36,43 @@ struct Call {
     void* out;  // [batch, tokens, heads, head_dim]
 };
 
+// Calls f with 0 to APART - 1 as constants.
+template <typename P, typename F>
+inline void each_part(const F& f) {
+    f(std::integral_constant<int, 0>{});
+    if constexpr (P::APART == 2) f(std::integral_constant<int, 1>{});
+}
+
 // Computes scores of N query rows against a tile, as multiples of log2(e). q: words, by row and plane.
 template <int N, int D, typename P>
 inline void tile_scores(const float* q, const float* keys_t, const float* steps, const int32_t* taken_off,
                         Ahead& ahead, float* scores) {
     constexpr int WORDS = D / P::PACK;
     typename P::Sum acc[N][2] = {};
-    ahead.begin(N, P::PLANES * WORDS);
+    ahead.begin(N, P::PLANES * WORDS / P::APART);
 #pragma GCC unroll 2
     for (int plane = 0; plane < P::PLANES; ++plane) {
         if (plane)
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int m = 0; m < N; ++m)
 #pragma GCC unroll 2
                 for (int half = 0; half < 2; ++half) acc[m][half] = (typename P::Sum)((ivec)acc[m][half] << P::KEY_SHIFT);
-        for (int d = 0; d < WORDS; ++d) {
-            const vec k0 = load(keys_t + d * TILE), k1 = load(keys_t + d * TILE + W);
+        for (int d = 0; d < WORDS; d += P::APART, keys_t += TILE) {
+            const vec k0 = load(keys_t), k1 = load(keys_t + W);
             ahead.ask();
-#pragma GCC unroll 8
-            for (int m = 0; m < N; ++m) {
-                const float word = q[(m * P::PLANES + plane) * WORDS + d];
-                acc[m][0] = P::times_query(acc[m][0], k0, word);
-                acc[m][1] = P::times_query(acc[m][1], k1, word);
-            }
+            each_part<P>([&](auto part) {
+                const vec part0 = P::template part<part>(k0), part1 = P::template part<part>(k1);
+#pragma GCC unroll 12
+                for (int m = 0; m < N; ++m) {
+                    const float word = q[(m * P::PLANES + plane) * WORDS + d + part];
+                    acc[m][0] = P::times_query(acc[m][0], part0, word);
+                    acc[m][1] = P::times_query(acc[m][1], part1, word);
+                }
+            });
         }
+        keys_t -= WORDS / P::APART * TILE;
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int m = 0; m < N; ++m)
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half) {
@@ -82,7 +93,7 @@ inline void tile_values(const float* weights, const float* values, const float* 
     for (int at = 0; at < D; at += V * W) {
         typename P::Sum acc[N][V] = {};
         if constexpr (P::PLANES == 1) {
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int m = 0; m < N; ++m)
 #pragma GCC unroll 4
                 for (int v = 0; v < V; ++v) acc[m][v] = load(out + m * D + at + v * W);
@@ -90,16 +101,19 @@ inline void tile_values(const float* weights, const float* values, const float* 
 #pragma GCC unroll 2
         for (int plane = 0; plane < P::PLANES; ++plane) {
             if (plane)
-#pragma GCC unroll 8
+#pragma GCC unroll 12
                 for (int m = 0; m < N; ++m)
 #pragma GCC unroll 4
                     for (int v = 0; v < V; ++v) acc[m][v] = (typename P::Sum)((ivec)acc[m][v] << P::VALUE_SHIFT);
             for (int s = 0; s < WORDS; ++s) {
                 vec x[V];
 #pragma GCC unroll 4
-                for (int v = 0; v < V; ++v) x[v] = load(values + s * D + at + v * W);
+                for (int v = 0; v < V; v += P::APART) {
+                    const vec words = load(values + (s * D + at + v * W) / P::APART);
+                    each_part<P>([&](auto part) { x[v + part] = P::template part<part>(words); });
+                }
                 ahead.ask();
-#pragma GCC unroll 8
+#pragma GCC unroll 12
                 for (int m = 0; m < N; ++m) {
                     const float word = weights[(m * P::PLANES + plane) * WORDS + s];
 #pragma GCC unroll 4
@@ -107,7 +121,7 @@ inline void tile_values(const float* weights, const float* values, const float* 
                 }
             }
         }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int m = 0; m < N; ++m)
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) {
@@ -120,8 +134,8 @@ inline void tile_values(const float* weights, const float* values, const float* 
     }
 }
 
-// Calls `pass(row, size)` over all rows, in passes of ROWS and then of fewer.
-template <int N = ROWS, typename Pass>
+// Calls `pass(row, size)` over all rows, in passes of N and then of fewer.
+template <int N, typename Pass>
 inline void in_passes(int row, int n_row, const Pass& pass) {
     for (; row + N <= n_row; row += N) pass(row, std::integral_constant<int, N>{});
     if constexpr (N > 1) in_passes<N - 1>(row, n_row, pass);
@@ -172,7 +186,7 @@ struct Stored {
                 store(weights + m * TILE + at, x * broadcast(steps[m]));
             });
         } else
-            in_passes(0, n_row, [&](int m, auto size) {
+            in_passes<P::ROWS>(0, n_row, [&](int m, auto size) {
                 const float* words = q + m * P::PLANES * D / P::PACK;
                 tile_scores<size, D, P>(words, tile, steps + m, taken_off + m, ahead, weights + m * TILE);
             });
@@ -185,7 +199,7 @@ struct Stored {
                 store(out + m * D + at, load(out + m * D + at) + x * broadcast(weight_steps[m]));
             });
         } else
-            in_passes(0, n_row, [&](int m, auto size) {
+            in_passes<P::ROWS>(0, n_row, [&](int m, auto size) {
                 tile_values<size, D, P>(weight_words + m * WORDS, values, weight_steps + m, ahead, out + m * D);
             });
     }
@@ -200,17 +214,17 @@ struct Stored {
         const Entry* from = values + start * value_stride;
         if (value_scales) multiply(value_scales, start, n, n_row, weights);
         const Ahead next{from + TILE * value_stride, TILE_BYTES, n_row};
-        if constexpr (std::is_same_v<Entry, float>)  // whole tiles need no copy
-            if (n == TILE && dim == D && value_stride == D) return add_tile(weights, n_row, from, next, out);
+        if constexpr (std::is_same_v<Entry, typename P::AsStored>)  // whole tiles need no copy
+            if (n == TILE && dim == D && value_stride == D) return add_tile(weights, n_row, (const float*)from, next, out);
         P::template interleave<D>(from, value_stride, n, dim, tile);
         add_tile(weights, n_row, tile, next, out);
     }
     void finish(int n_row, float* out) {
-        if (P::PACK == 1 && !std::is_same_v<Entry, bfloat16>) return;
+        if (P::PACK * P::APART == 1) return;
         for (int m = 0; m < n_row; ++m, out += D) {
             float sums[D];
             std::memcpy(sums, out, sizeof sums);
-            for (int d = 0; d < D; ++d) out[d] = sums[interleaved<P::PACK, Entry>(d)];
+            for (int d = 0; d < D; ++d) out[d] = sums[interleaved<P>(d)];
         }
     }
 };

@@ -19,7 +19,6 @@ constexpr int W = 8, REGISTERS = 16;
 #else
 constexpr int W = 4, REGISTERS = 16;
 #endif
-constexpr int ROWS = 6;  // query rows per pass
 constexpr int64_t EMPTY = -1;  // the position of an empty slot; also a slot that does not exist
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
