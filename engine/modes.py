@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.errors import flag, refuse
 from engine.batch import Batch
-from engine.sampling.distribution import SamplingParams, greedy
+from engine.sampling.distribution import SamplingParams, argmax
 from engine.sampling.noise import Stream, gumbel, uniform
 from engine.sampling.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
 from models import Transformer
@@ -52,7 +52,7 @@ class Greedy:
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
         """Draw the i-th draft `[B]` by a draft model's `logits [B, V]`; return its distribution `[B, V]` if needed."""
-        return greedy(self._batch.processed_draft(logits, i)), None
+        return argmax(self._batch.processed_draft(logits, i)), None
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
         """Return the verdict of the target's `logits [B, g + 1, V]`."""
@@ -80,7 +80,7 @@ class Rejection:
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor]:
         probs = self._batch.distribution.probs(self._batch.processed_draft(logits, i))
         noise = self._gumbel(self._batch.lengths + 1 + i, Stream.DRAFT + len(Stream) * i, probs)
-        return (probs.log() + noise).argmax(dim=-1), probs
+        return argmax(probs.log() + noise), probs
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
         probs = self._batch.distribution.probs(self._batch.processed(logits, drafts.tokens))
@@ -131,7 +131,7 @@ class Coupled:
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, None]:
         logprobs = self._batch.distribution.logprobs(self._batch.processed_draft(logits, i))
-        return (logprobs + self.shared()[:, i]).argmax(dim=-1), None
+        return argmax(logprobs + self.shared()[:, i]), None
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
         # Noise that is computed here is not kept: where this is captured, a call computes it again, to be compared.

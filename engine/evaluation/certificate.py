@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.errors import refuse
 from engine.runner import ModelRunner, not_finite
-from engine.sampling.distribution import Distribution, SamplingParams, greedy
+from engine.sampling.distribution import Distribution, SamplingParams, argmax
 from engine.sampling.noise import Stream, gumbel
 from kv_cache import KVCache
 from kv_cache.entries import LARGEST
@@ -99,7 +99,7 @@ def calibrate(
         single, blocks = logits.to(torch.promote_types(model.dtype, torch.float32)), kept.to(cache.device)
         difference = blocks.to(single.dtype) - single
         apart = (difference.amax(dim=-1) - difference.amin(dim=-1)) / 2
-        columns.append((apart, greedy(single) != greedy(blocks)))
+        columns.append((apart, argmax(single) != argmax(blocks)))
     worst, flipped = (torch.stack(column, dim=1) for column in zip(*columns, strict=True))
     _require_finite(worst, lengths, "calibration")
     in_8_bits = model.dtype == torch.float32 and cache.keys.dtype in LARGEST
@@ -137,7 +137,7 @@ def replay(
         scores = _scores(logits, lengths + i, sampling)
         top, second = scores.topk(2, dim=-1).values.unbind(dim=-1)
         deficit = top - scores.gather(1, emitted[:, i : i + 1])[:, 0]
-        columns.append((top - second, deficit, greedy(scores) != emitted[:, i]))
+        columns.append((top - second, deficit, argmax(scores) != emitted[:, i]))
     gap, deficit, flipped = (torch.stack(column, dim=1) for column in zip(*columns, strict=True))
     _require_finite(deficit, lengths, "reference")
     return Replay(gap.cpu(), deficit.cpu(), flipped.cpu())

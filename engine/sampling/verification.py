@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.sampling.distribution import greedy
+from engine.sampling.distribution import argmax
 
 
 class Verdict(NamedTuple):
@@ -23,7 +23,7 @@ class Verdict(NamedTuple):
 def verify_greedy(draft_tokens: Tensor, target_logits: Tensor, draft_lengths: Tensor | None = None) -> Verdict:
     """Accept drafts while they equal the target's argmax, then emit the target's argmax: the greedy case of speculative
     decoding (Leviathan et al. 2023, arXiv 2211.17192, section 2.3)."""
-    return _accept_equal(draft_tokens, greedy(target_logits), draft_lengths)
+    return _accept_equal(draft_tokens, argmax(target_logits), draft_lengths)
 
 
 def verify_coupled(
@@ -36,7 +36,7 @@ def verify_coupled(
     q is to p. `target_logprobs` are -inf where p is 0; `gumbel [B, g + 1, V]` is keyed by the position of the token
     that each entry draws.
     """
-    return _accept_equal(draft_tokens, (target_logprobs + gumbel).argmax(dim=-1), draft_lengths)
+    return _accept_equal(draft_tokens, argmax(target_logprobs + gumbel), draft_lengths)
 
 
 def verify_rejection(
@@ -68,7 +68,7 @@ def verify_rejection(
     row = torch.arange(len(draft_tokens), device=draft_tokens.device)
     p = target_probs[row, num_accepted]
     residual = p if draft_tokens.shape[1] == 0 else _residual(p, draft_tokens, draft_probs, num_accepted, draft_lengths)
-    return Verdict(num_accepted, (residual.log() + resample_gumbel).argmax(dim=-1))
+    return Verdict(num_accepted, argmax(residual.log() + resample_gumbel))
 
 
 def _residual(

@@ -11,7 +11,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine import Decoder, Request
 from engine.batch import Batch
-from engine.sampling.distribution import Distribution, Filters, SamplingParams, greedy, logits_to_probs
+from engine.sampling.distribution import Distribution, Filters, SamplingParams, argmax, logits_to_probs
 from engine.sampling.processors import LogitsProcessors
 from tests.support.filter_cases import FILTERS, kept_by_sorting, scaled_logits
 from tests.support.tiny import TINY, decode, tiny_runner
@@ -151,7 +151,10 @@ def test_logits_that_are_not_finite_break_no_other_row(value, top_k):
 
 
 def test_a_greedy_tie_goes_to_the_lowest_id():
-    assert greedy(torch.tensor([[1.0, 3.0, 2.0, 3.0], [0.0] * 4])).tolist() == [1, 0]
+    assert argmax(torch.tensor([[1.0, 3.0, 2.0, 3.0], [0.0] * 4])).tolist() == [1, 0]
+    many = torch.randint(9, (2, 3, 256), generator=torch.Generator().manual_seed(0)).bfloat16()
+    many[0, 0], many[1, 1, 200] = 0, math.nan
+    assert argmax(many).equal(many.argmax(dim=-1)) and argmax(many[0, 0]) == 0 and argmax(many)[1, 1] == 200
 
 
 @pytest.mark.parametrize(
