@@ -268,7 +268,7 @@ def logits_to_probs(logits: Tensor, params: SamplingParams) -> Tensor:
 def argmax(scores: Tensor) -> Tensor:
     """Return the id of the largest score: `[..., V] -> [...]` int64; ties go to the lowest id.
 
-    On a CPU the largest of each PIECE is found first: PyTorch's amax has vectors, its argmax has none (2.13).
+    On a CPU the largest score of each PIECE is found first: PyTorch 2.13 vectorises amax, but not argmax.
     """
     if scores.device.type != "cpu" or scores.shape[-1] % PIECE:
         return scores.argmax(dim=-1)

@@ -27,8 +27,10 @@ ALLOWED = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}
 ALLOWED_OVER_INT8 = 1e-3
 Shape = tuple[int, int, int | None]  # head_dim, query heads per KV head, sliding window
 SHAPES: tuple[Shape, ...] = (64, 3, None), (128, 4, 200)
-# Shapes of which a kernel on a CPU pads the entries; for one block.
+# Shapes for one block each: of entries that a kernel on a CPU pads, and of other numbers of query rows that it takes at
+# once, of a token and of two.
 PADDED_SHAPES: tuple[Shape, ...] = (80, 16, None), (96, 1, 200)
+ODD_SHAPES: tuple[Shape, ...] = (64, 7, None), (64, 9, None), (64, 11, None)
 BLOCKS = (1, 5, 40)  # tokens; the last is a chunk, with more query rows than the kernel takes at once
 IN_4_BITS = "4 bits"
 
@@ -49,7 +51,7 @@ def candidate(library: ctypes.CDLL | str) -> AttentionBackend:
 def cases() -> Iterator[Case]:
     """Yield cases of queries in every dtype over entries in every storage: a token, a block and a chunk."""
     for dtype, storage in product(DTYPES, (*ENTRIES, IN_4_BITS)):
-        for shape, n_token in (*product(SHAPES, BLOCKS), *product(PADDED_SHAPES, BLOCKS[1:2])):
+        for shape, n_token in (*product(SHAPES, BLOCKS), *product(PADDED_SHAPES, BLOCKS[1:2]), *product(ODD_SHAPES, (2,))):
             yield from cases_of(dtype, storage, shape, n_token)
 
 

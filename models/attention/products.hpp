@@ -39,12 +39,12 @@ inline void transpose_keys(const Entry* keys, int64_t stride, int n, int n_word,
 }
 
 // Products of entries with queries and with softmax weights, over words of PACK numbers. Queries and weights may be split
-// into PLANES, from the most significant to the least. Words of entries are as long, or hold APART times the numbers, which
-// are multiplied one after the other. ROWS: the most query rows of a pass, whose sums fill the registers.
+// into PLANES, from the most significant to the least. A word of entries holds PACK * APART numbers; APART of them
+// are multiplied in turn. ROWS: the most query rows of a pass, whose sums fill the registers.
 //
 // pack_query: computes the words [PLANES, D / PACK] of a query, the factor of its sums, and a number to subtract first.
 // pack_weights: computes the words [PLANES, TILE / PACK] of a tile's weights, and the factor of their sums.
-// interleave: packs a tile's values into words, [TILE / PACK, D], in the order of dimensions of `interleaved`.
+// interleave: packs a tile's values into words, [TILE / PACK, D / APART], in the order of dimensions of `interleaved`.
 // AsStored: the type of entries whose values are multiplied without a copy.
 struct Float32Products {
     static constexpr bool IN_AMX = false;
@@ -283,7 +283,7 @@ typedef Float32Products Int8Products;
 #endif
 
 // The place of a dimension in sums over interleaved values: words of 4 dimensions stay together. Where the two numbers of
-// a word are multiplied apart, those of W words stay together.
+// a word are multiplied in turn, the first numbers of W words come before their second numbers.
 template <typename P>
 inline int interleaved(int d) {
     const int n = P::APART > 1 ? 2 * W : 16 * P::PACK, in = d % n;

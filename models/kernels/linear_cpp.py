@@ -58,10 +58,10 @@ def multiplies_best(weight: Tensor) -> bool:
 def multiplies_floats(shape: Sequence[int]) -> bool:
     """True if the kernel multiplies float32 by weights of this shape in float32 or bfloat16, in place of oneDNN.
 
-    With AVX-512, the kernel has vectors as long as oneDNN's only on CPUs that multiply bfloat16, too.
+    Not on CPUs with AVX-512 but without AVX512-BF16: there the kernel has shorter vectors than oneDNN.
     """
-    has_long_vectors = torch.cpu._is_avx512_bf16_supported() or not torch.cpu._is_avx512_supported()
-    return has_long_vectors and takes_shape(shape)
+    matches_onednn = torch.cpu._is_avx512_bf16_supported() or not torch.cpu._is_avx512_supported()
+    return matches_onednn and takes_shape(shape)
 
 
 def pack_words(weight: Tensor, block: int = BLOCK) -> Tensor:

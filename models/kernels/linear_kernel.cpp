@@ -4,8 +4,7 @@
 // memory: a step is two vectors, with a word of 32 bits for each output (two bfloat16, four int8, eight int4). A block
 // meets all rows of x, in groups whose sums fill the registers; a vector of AVX2 has half of a block's vector. For x in
 // float32, weights in float32 or bfloat16 lie in blocks of 16 outputs, in the order of inputs; codes of 4 bits are unpacked
-// to such a block of float32 at a time. A sum runs over the inputs
-// in the same order for any number of rows, and threads share blocks, not sums: a row's bits depend on nothing but the row.
+// to such blocks of float32, one (or with AVX-512 two) at a time. A sum runs over the inputs in the same order for any number of rows, and threads share blocks, not sums: a row's bits depend on nothing but the row.
 
 #include <algorithm>
 #include <cstdint>
@@ -335,13 +334,14 @@ void multiply(const Call<Number>& call, int n_thread) {
 }
 
 constexpr int FLOAT_OUTPUTS = 16;  // outputs of a block, for x in float32
+struct alignas(64) Line { float numbers[FLOAT_OUTPUTS]; };
 constexpr int CODED_GROUP = FLOAT_OUTPUTS * GROUP / 2 + 8 * FLOAT_OUTPUTS;  // bytes: codes, then scales, then zeros
 
-// Writes a block of float32, code * scale + zero. Outputs i and 8 + i share bytes. Prefetches the next block meanwhile.
-inline void unpack_block(const char* codes, int64_t n_in, float* __restrict to) {
-    const int64_t block_bytes = n_in / GROUP * CODED_GROUP;
+// Writes a block of float32, code * scale + zero. Outputs i and 8 + i share bytes. Prefetches the block of codes that lies
+// `ahead` bytes after this one.
+inline void unpack_block(const char* codes, int64_t n_in, int64_t ahead, float* __restrict to) {
     for (int64_t i = 0; i < n_in; i += GROUP, codes += CODED_GROUP) {
-        for (int at = 0; at < CODED_GROUP; at += 64) _mm_prefetch(codes + block_bytes + at, _MM_HINT_T1);
+        for (int at = 0; at < CODED_GROUP; at += 64) _mm_prefetch(codes + ahead + at, _MM_HINT_T1);
         constexpr int V = FLOAT_OUTPUTS / W;
         const float *scale = (const float*)(codes + 8 * GROUP), *zero = scale + FLOAT_OUTPUTS;
         Floats scales[V], zeros[V];
@@ -399,16 +399,15 @@ void multiply_floats(const Call<Number>& call, int n_thread) {
     constexpr int BLOCKS = V * W / BLOCK;
     constexpr int ROWS = W == 16 ? 12 : N == 1 ? 6 : 8 / V;  // rows of a group, whose sums fill the registers
     const int64_t block_bytes = CODED ? call.n_in / GROUP * CODED_GROUP : call.n_in * BLOCK * 4 / N;
-    const int64_t unpacked_bytes = 4 * FLOAT_OUTPUTS * call.n_in;
-    const int64_t vector_bytes = BLOCKS == 1 ? 4 * W : CODED ? unpacked_bytes : block_bytes;
+    const int64_t vector_bytes = BLOCKS == 1 ? 4 * W : CODED ? sizeof(Line) * call.n_in : block_bytes;
 #pragma omp parallel num_threads(n_thread)
     {
-        const std::unique_ptr<float[]> unpacked(CODED ? new float[BLOCKS * unpacked_bytes / 4] : nullptr);
+        const std::unique_ptr<Line[]> unpacked(CODED ? new Line[BLOCKS * call.n_in] : nullptr);
         const std::unique_ptr<float[]> widened(IS_FLOAT ? nullptr : new float[std::min(PANEL, call.n_row) * call.n_in]);
         for (int64_t first = 0; first < call.n_row; first += PANEL) {
             const int64_t last = std::min(first + PANEL, call.n_row), n_group = (last - first + ROWS - 1) / ROWS;
             const int64_t per_group = (last - first + n_group - 1) / n_group, group_bytes = BLOCKS * block_bytes / n_group;
-            const int step_bytes = CODED ? 0 : (4 * V * W + n_group - 1) / n_group;  // each group prefetches a part
+            const int prefetch_bytes = CODED ? 0 : (4 * V * W + n_group - 1) / n_group;  // each group prefetches a part
             const float* x = widened.get();
             int64_t x_row = call.n_in;
             if constexpr (IS_FLOAT)
@@ -420,15 +419,17 @@ void multiply_floats(const Call<Number>& call, int n_thread) {
 #pragma omp for schedule(static) nowait
             for (int64_t output = 0; output < call.n_out; output += V * W) {
                 const char *weights = call.weights + output / BLOCK * block_bytes, *next = weights + BLOCKS * block_bytes;
-                if (CODED) {
-                    for (int64_t b = 0; b < BLOCKS; ++b)
-                        unpack_block(weights + b * block_bytes, call.n_in, unpacked.get() + b * unpacked_bytes / 4);
+                if constexpr (CODED) {
+                    for (int64_t b = 0; b < BLOCKS; ++b) {
+                        float* to = unpacked[b * call.n_in].numbers;
+                        unpack_block(weights + b * block_bytes, call.n_in, BLOCKS * block_bytes, to);
+                    }
                     weights = (const char*)unpacked.get();
                 }
                 for (int64_t row = first; row < last; row += per_group, next += group_bytes)
                     with_rows<ROWS>(std::min(per_group, last - row), [&](auto size) {
                         multiply_block<size, N, V>(call, x + (row - first) * x_row, x_row, row, output, weights,
-                                                   vector_bytes, 4 * BLOCK, {next, step_bytes});
+                                                   vector_bytes, 4 * BLOCK, {next, prefetch_bytes});
                     });
             }
         }

@@ -22,12 +22,11 @@ from models.kernels.quantize import quantize_linears
 from models.llama import Block, run_in_turn, select_layers
 from models.repeated_blocks import repeat_blocks
 from models.tensor_parallel import Joined
-from tests.support.machine import needs_cpp_compiler
+from tests.support.machine import needs_bfloat16_products, needs_cpp_compiler
 from tests.support.tiny import tiny_model
 
 pytestmark = needs_cpp_compiler
-# The dtype whose layers run in the project's kernel. On CPUs with AVX-512 alone these are layers in 8 bits.
-DTYPE = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+DTYPE = torch.float32
 CONFIG = ModelConfig(
     vocab_size=64, n_layer=4, dim=128, n_head=2, n_kv_head=1, head_dim=64, ffn_dim=160, max_context=256
 )
@@ -57,8 +56,8 @@ def called(monkeypatch) -> list[Block]:
 
 def packed_model(config: ModelConfig = CONFIG, scheme: str = "plain") -> Transformer:
     """Return a model whose linear layers are packed for kernels: in 8 bits where oneDNN would run them. codes: of
-    weights that Q4_1 holds."""
-    model = tiny_model(config, dtype=DTYPE)
+    weights that Q4_1 holds. bfloat16: a model in bfloat16."""
+    model = tiny_model(config, dtype=torch.bfloat16 if scheme == "bfloat16" else DTYPE)
     if scheme == "codes":
         for weight in (x for x in model.layers.parameters() if x.dim() == 2 and x.shape[1] > 2):
             groups = weight.unflatten(1, (-1, linear_cpp.BLOCK))
@@ -66,8 +65,7 @@ def packed_model(config: ModelConfig = CONFIG, scheme: str = "plain") -> Transfo
             scale = ((high - low) / 15).half().float()
             codes = ((groups - low) / scale).round().clamp(0, 15)
             weight.copy_((codes * scale + low.half().float()).flatten(1))
-    in_onednn = not (DTYPE.itemsize == 2 or linear_cpp.multiplies_floats((32, 32)))
-    if scheme in ("int8", "int4") or in_onednn:
+    if scheme in ("int8", "int4") or (scheme != "bfloat16" and not linear_cpp.multiplies_floats((32, 32))):
         quantize_linears(model.layers, "int4" if scheme == "int4" else "int8")
     pack_linears(model.layers)
     model.backend, model.pointwise = CppAttention(), pointwise_for("cpp")
@@ -135,10 +133,14 @@ def test_every_layer_of_every_cache_gets_its_entries(called, new_cache):
     assert n_called(called, repeating(packed_model()), new_cache) == 2  # forwards
 
 
-@pytest.mark.parametrize("scheme", ["plain", "codes", "int8", "int4"])
+IN_BFLOAT16 = pytest.param("bfloat16", marks=needs_bfloat16_products)
+
+
+@pytest.mark.parametrize("scheme", ["plain", "codes", "int8", "int4", IN_BFLOAT16])
 def test_norms_biases_windows_and_quantised_layers(called, scheme):
     config = replace(CONFIG, qk_norm=True, qkv_bias=True, mlp_bias=True, sliding_window=12)
-    assert n_called(called, repeating(packed_model(config, scheme))) == 2
+    new_cache = partial(full, torch.bfloat16 if scheme == "bfloat16" else DTYPE)
+    assert n_called(called, repeating(packed_model(config, scheme)), new_cache) == 2
 
 
 def test_states_between_layers_are_those_of_their_layers(called):

@@ -28,8 +28,9 @@ SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch) -> None:
     """Kernels for AMX with tiles in plain C++, for any CPU."""
-    for name, flags in (("emulated AMX", EMULATED), ("sanitized AMX", (*EMULATED, *SANITIZED))):
-        monkeypatch.setitem(cpp_build.BUILDS, name, flags)
+    monkeypatch.setitem(cpp_build.BUILDS, "emulated AMX", EMULATED)
+    for name, flags in (("AMX", EMULATED), ("widened", cpp_build.BUILDS["widened"])):
+        monkeypatch.setitem(cpp_build.BUILDS, f"sanitized {name}", (*flags, *SANITIZED))
 
 
 @cache
@@ -88,10 +89,11 @@ def test_amx_has_the_bits_of_its_emulation(storage):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("build", ["AMX", "widened"])
 @pytest.mark.parametrize("name", ["attention", pytest.param("linear", marks=needs_bfloat16_products)])
-def test_sanitizers_find_nothing_in_the_kernel_for_amx(monkeypatch, name):
+def test_sanitizers_find_nothing(monkeypatch, name, build):
     """In a process that starts with the sanitizers' library."""
-    library = cpp_build.build_library(name, "sanitized AMX")
+    library = cpp_build.build_library(name, f"sanitized {build}")
     monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
     asked = [[*cpp_build._compiler(), f"-print-file-name={name}"] for name in ("libasan.so", "libubsan.so")]
     files = [subprocess.check_output(command, text=True).strip() for command in asked]
