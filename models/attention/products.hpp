@@ -45,15 +45,21 @@ inline void transpose_keys(const Entry* keys, int64_t stride, int n, int n_word,
 // pack_query: computes the words [PLANES, D / PACK] of a query, the factor of its sums, and a number to subtract first.
 // pack_weights: computes the words [PLANES, TILE / PACK] of a tile's weights, and the factor of their sums.
 // interleave: packs a tile's values into words, [TILE / PACK, D / APART], in the order of dimensions of `interleaved`.
-// AsStored: the type of entries whose values are multiplied without a copy.
-struct Float32Products {
+// AsStored: the type of entries whose values are multiplied where they lie.
+struct Products {
     static constexpr bool IN_AMX = false;
-    static constexpr int PACK = 1, APART = 1, PLANES = 1, ROWS = 6, KEY_SHIFT = 0, VALUE_SHIFT = 0;
-    typedef vec Sum;
-    typedef float AsStored;
+    static constexpr int APART = 1, ROWS = 6;
+    typedef void AsStored;
 
     template <int PART>
     static vec part(vec words) { return words; }
+};
+
+struct Float32Products : Products {
+    static constexpr int PACK = 1, PLANES = 1, KEY_SHIFT = 0, VALUE_SHIFT = 0;
+    typedef vec Sum;
+    typedef float AsStored;
+
     static Sum times_query(Sum sum, vec keys, float word) { return sum + broadcast(word) * keys; }
     static Sum times_weight(Sum sum, vec values, float word) { return sum + broadcast(word) * values; }
 
@@ -117,13 +123,8 @@ struct InWords {
 };
 
 // Words of two bfloat16: weights and queries are rounded to bfloat16.
-struct Bfloat16Words {
-    static constexpr bool IN_AMX = false;
-    static constexpr int PACK = 2, APART = 1, PLANES = 1, ROWS = 6, KEY_SHIFT = 0, VALUE_SHIFT = 0;
-    typedef void AsStored;
-
-    template <int PART>
-    static vec part(vec words) { return words; }
+struct Bfloat16Words : Products {
+    static constexpr int PACK = 2, PLANES = 1, KEY_SHIFT = 0, VALUE_SHIFT = 0;
 
     static void pack(const float* from, float* words) {
 #if defined(__AVX512BF16__)
@@ -162,13 +163,9 @@ struct Bfloat16Words {
 
 // Words of four int8. Queries are rounded to 15 bits, in planes of 8 and 7, and a tile's weights to 16, in two planes of
 // 8, relative to the largest.
-struct Int8Words {
-    static constexpr bool IN_AMX = false;
-    static constexpr int PACK = 4, APART = 1, PLANES = 2, ROWS = 6, KEY_SHIFT = 7, VALUE_SHIFT = 8;
-    typedef void AsStored;
+struct Int8Words : Products {
+    static constexpr int PACK = 4, PLANES = 2, KEY_SHIFT = 7, VALUE_SHIFT = 8;
 
-    template <int PART>
-    static vec part(vec words) { return words; }
     static ivec nearest(vec x) {  // for less than 2^22
 #if defined(__AVX512F__)
         return (ivec)_mm512_cvtps_epi32((__m512)x);

@@ -57,8 +57,9 @@ inline void tile_scores(const float* q, const float* keys_t, const float* steps,
             for (int m = 0; m < N; ++m)
 #pragma GCC unroll 2
                 for (int half = 0; half < 2; ++half) acc[m][half] = (typename P::Sum)((ivec)acc[m][half] << P::KEY_SHIFT);
-        for (int d = 0; d < WORDS; d += P::APART, keys_t += TILE) {
-            const vec k0 = load(keys_t), k1 = load(keys_t + W);
+        for (int d = 0; d < WORDS; d += P::APART) {
+            const float* words = keys_t + d / P::APART * TILE;
+            const vec k0 = load(words), k1 = load(words + W);
             ahead.ask();
             each_part<P>([&](auto part) {
                 const vec part0 = P::template part<part>(k0), part1 = P::template part<part>(k1);
@@ -70,7 +71,6 @@ inline void tile_scores(const float* q, const float* keys_t, const float* steps,
                 }
             });
         }
-        keys_t -= WORDS / P::APART * TILE;
     }
 #pragma GCC unroll 12
     for (int m = 0; m < N; ++m)
