@@ -19,7 +19,7 @@ from bench.draft_names import (
 from common.errors import flag, refuse
 from common.say import note_without_effect
 from engine.drafters.combined import text_kinds
-from engine.drafters.config import DrafterConfig, require_gamma
+from engine.drafters.config import DrafterConfig
 from kv_cache.policy import policies
 from models.names import Dtype, KVDtype, Scheme
 
@@ -46,7 +46,6 @@ class DraftOptions:
     """The draft."""
 
     DEFAULT: ClassVar[str] = "self"
-    LEAST_GAMMA: ClassVar[int] = 0
 
     n_sink: Given[int] = None
     """streaming, verify_topk, retrieval: attention sinks in the budget (default: 4)"""
@@ -138,7 +137,6 @@ class DraftOptions:
             kinds = [" by ".join(filter(None, [each["draft"], each.get("draft_policy")])) for each in first]
             note_without_effect(unused, f"not for draft {' and '.join(dict.fromkeys(kinds))}")
         for draft in drafts:
-            require_gamma(draft.gamma, self.LEAST_GAMMA)
             draft.check()
         return found
 
@@ -171,13 +169,6 @@ class DraftFlags(DraftNumbers):
     """The draft."""
 
     draft: Annotated[str | None, DRAFT] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparedDraft(DraftFlags):
-    """The draft."""
-
-    LEAST_GAMMA: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
