@@ -8,9 +8,8 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from serving.answers import LENGTH, Answer, Failure, Token, batches, best, report, require
+from serving.answers import LENGTH, Answer, Events, Failure, Token, batches, best, report, require, stream
 from serving.chat_schemas import ChatCompletion
-from serving.events import Events, stream
 from serving.intake import Prompt
 from serving.schemas import Completion
 from serving.service import Service

@@ -7,8 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bench.record import rounded
-from serving.answers import Answer, Token, batches, best, report, require
-from serving.events import Events, stream
+from serving.answers import Answer, Events, Token, batches, best, report, require, stream
 from serving.intake import Prompt
 from serving.schemas import Generate
 from serving.service import Service
