@@ -9,9 +9,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 
 from serving.answers import LENGTH, Answer, Events, Failure, Token, batches, best, report, require, stream
-from serving.chat_schemas import ChatCompletion
 from serving.intake import Prompt
-from serving.schemas import Completion
+from serving.schemas import ChatCompletion, Completion
 from serving.service import Service
 
 
