@@ -1,6 +1,6 @@
 """Flags of drafts. A flag that is not given leaves the default to the draft's file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -127,7 +127,9 @@ class DraftOptions:
         options = [{**named, **given, **each} for each in chosen]
         found = [drafts_of(each) for each in options]
         drafts = [*chain.from_iterable(found)]
-        used = {"draft", "draft_options", *(name for draft in drafts for name in _used_options(draft))}
+        used = {"draft", "draft_options"}
+        for draft in drafts:
+            used.update(["gamma", *required_options(type(draft))] if draft.gamma == 0 else draft.options())
         if any(len(each) > 1 for each in found):
             used.add("auto_drafts")
         pairs = chain.from_iterable((each | parse_options(each.get("draft_options", ()))).items() for each in options)
@@ -182,11 +184,6 @@ class ModelDraft(DraftFlags):
     weights"""
     draft_ranks: Annotated[tuple[int, ...] | None, DRAFT_RANKS] = None
     """standalone: ranks that share the draft (default: those of --rank_group)"""
-
-
-def _used_options(draft: DrafterConfig) -> Sequence[str]:
-    """Return the options that have an effect on a draft."""
-    return ["gamma", *required_options(type(draft))] if draft.gamma == 0 else [*draft.options()]
 
 
 def option_names() -> list[str]:
