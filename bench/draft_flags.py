@@ -1,6 +1,6 @@
 """Flags of drafts. A flag that is not given leaves the default to the draft's file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -19,7 +19,7 @@ from bench.draft_names import (
 from common.errors import flag, refuse
 from common.say import note_without_effect
 from engine.drafters.combined import text_kinds
-from engine.drafters.config import DrafterConfig, require_gamma
+from engine.drafters.config import DrafterConfig
 from kv_cache.policy import policies
 from models.names import Dtype, KVDtype, Scheme
 
@@ -46,7 +46,6 @@ class DraftOptions:
     """The draft."""
 
     DEFAULT: ClassVar[str] = "self"
-    LEAST_GAMMA: ClassVar[int] = 0
 
     n_sink: Given[int] = None
     """streaming, verify_topk, retrieval: attention sinks in the budget (default: 4)"""
@@ -128,7 +127,9 @@ class DraftOptions:
         options = [{**named, **given, **each} for each in chosen]
         found = [drafts_of(each) for each in options]
         drafts = [*chain.from_iterable(found)]
-        used = {"draft", "draft_options", *(name for draft in drafts for name in _used_options(draft))}
+        used = {"draft", "draft_options"}
+        for draft in drafts:
+            used.update(["gamma", *required_options(type(draft))] if draft.gamma == 0 else draft.options())
         if any(len(each) > 1 for each in found):
             used.add("auto_drafts")
         pairs = chain.from_iterable((each | parse_options(each.get("draft_options", ()))).items() for each in options)
@@ -138,7 +139,6 @@ class DraftOptions:
             kinds = [" by ".join(filter(None, [each["draft"], each.get("draft_policy")])) for each in first]
             note_without_effect(unused, f"not for draft {' and '.join(dict.fromkeys(kinds))}")
         for draft in drafts:
-            require_gamma(draft.gamma, self.LEAST_GAMMA)
             draft.check()
         return found
 
@@ -174,13 +174,6 @@ class DraftFlags(DraftNumbers):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparedDraft(DraftFlags):
-    """The draft."""
-
-    LEAST_GAMMA: ClassVar[int] = 1
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelDraft(DraftFlags):
     """The draft."""
 
@@ -191,11 +184,6 @@ class ModelDraft(DraftFlags):
     weights"""
     draft_ranks: Annotated[tuple[int, ...] | None, DRAFT_RANKS] = None
     """standalone: ranks that share the draft (default: those of --rank_group)"""
-
-
-def _used_options(draft: DrafterConfig) -> Sequence[str]:
-    """Return the options that have an effect on a draft."""
-    return ["gamma", *required_options(type(draft))] if draft.gamma == 0 else [*draft.options()]
 
 
 def option_names() -> list[str]:

@@ -65,11 +65,6 @@ class PassResults:
         return self.outputs.get("baseline")
 
     @property
-    def ablations(self) -> list[Decoded]:
-        """The passes of the plan's other candidates, in their order."""
-        return [output for name, output in self.outputs.items() if name.startswith("ablation")]
-
-    @property
     def speculative(self) -> Decoded | None:
         return self.outputs.get("speculation")
 
@@ -198,7 +193,9 @@ def decode_in_turns(
         usages = take_turns(session.runner, [*passes.values()])
     found = dict[str, Decoded]()
     for (name, generation), usage in zip(passes.items(), usages, strict=True):
-        parts = session.by_replica(_decoded(generation, controllers[name], usage, phase))
+        inner = [drafter.inner_counts() for drafter in controllers[name].drafters if isinstance(drafter, Speculated)]
+        phases, counts = dict(phase.seconds) if isinstance(phase, PhaseTimer) else {}, total(inner) if inner else None
+        parts = session.by_replica(Decoded(**vars(generation.output), usage=usage, phases=phases, inner=counts))
         found[name] = replace(joined(parts, Stats.joined([part.stats for part in parts])), usage=usage)
         found[name].require_finite(name)
     return found
@@ -251,13 +248,6 @@ def take_turns(runner: ModelRunner, generations: Sequence[Generation]) -> list[U
             if copies:
                 generation.decoder.copy_answers(cache, copies[index])
     return usages
-
-
-def _decoded(generation: Generation, controller: Controller, usage: Usage, phase: Phase | None) -> Decoded:
-    """Return the output of a pass in this replica."""
-    inner = [drafter.inner_counts() for drafter in controller.drafters if isinstance(drafter, Speculated)]
-    phases = dict(phase.seconds) if isinstance(phase, PhaseTimer) else {}
-    return Decoded(**vars(generation.output), usage=usage, phases=phases, inner=total(inner) if inner else None)
 
 
 def joined(parts: Sequence[Decoded], stats: Stats) -> Decoded:

@@ -220,7 +220,8 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
     if speculative and (width := plan.config.passes.by_length):
         record["by_length"] = by_length_rows(width, plan.target.gen_len, passes.outputs)
     if speculative and plan.config.passes.ablate:
-        pairs = zip(plan.candidates, (speculative, *passes.ablations), strict=True)
+        ablations = (output for name, output in passes.outputs.items() if name.startswith("ablation"))
+        pairs = zip(plan.candidates, (speculative, *ablations), strict=True)
         target = plan.target
         record["rows"] = [each.record() | each.reads(target) | gains(plan, baseline, output) for each, output in pairs]
     if drafted and drafted.inner:

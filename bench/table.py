@@ -35,18 +35,13 @@ COLUMNS = [
 ]
 BY_LENGTH = [
     Column(lambda row: "{} to {}".format(*row["generated"]), "generated tokens", align="<"),
-    *(
-        Column(name, title, digits)
-        for name, title, digits in (
-            ("acceptance_rate", "acceptance", ".3f"),
-            ("mean_accepted_length", "tokens per round", ".2f"),
-            ("baseline_step_ms", "plain step, mean ms", ".1f"),
-            ("round_ms", "round, mean ms", ".1f"),
-            ("draft_ms", "its drafts", ".1f"),
-            ("verify_ms", "its verification", ".1f"),
-            ("speedup", "speedup", ".2f"),
-        )
-    ),
+    Column("acceptance_rate", "acceptance", ".3f"),
+    Column("mean_accepted_length", "tokens per round", ".2f"),
+    Column("baseline_step_ms", "plain step, mean ms", ".1f"),
+    Column("round_ms", "round, mean ms", ".1f"),
+    Column("draft_ms", "its drafts", ".1f"),
+    Column("verify_ms", "its verification", ".1f"),
+    Column("speedup", "speedup", ".2f"),
 ]
 ABLATED = [
     Column(reads_text, "a draft step reads", align="<"),

@@ -25,7 +25,7 @@ acceptance alone.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, product
@@ -35,9 +35,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from tyro.conf import arg
 
 import bench
-from bench.config import BatchSize, ComparedSampling, Output, Rows, RunConfig, Sampling, Sizes, Target, Text
+from bench.config import AUTO, BatchSize, ComparedSampling, Output, Rows, RunConfig, Sampling, Sizes, Target, Text
 from bench.data import by_category, load_prompts
 from bench.draft_flags import DraftNumbers
+from bench.draft_names import ALONE, parse_draft, required_options
 from common import cli
 from common.checkout import ROOT
 from common.errors import flag, refuse, require_at_least
@@ -45,11 +46,10 @@ from common.jsonl import append_record, publish, require_appendable
 from common.provenance import provenance
 from common.say import note_without_effect
 from common.tables import console
-from engine.drafters.config import DrafterConfig
+from engine.drafters.config import DrafterConfig, Trait, drafters
 from reproduce.helpers.batches import Batch, batches_of, examples_of, longest_form, turns_of
 from reproduce.helpers.columns import of, shown
 from reproduce.helpers.contenders import SETTINGS, Decoder, Forced, summary_rows
-from reproduce.helpers.drafters import named_configs
 from reproduce.helpers.llama_cpp import peers
 from reproduce.helpers.pairs import with_differences
 from reproduce.helpers.records import Record
@@ -75,6 +75,7 @@ CEILING = "self:full"
 Number = int | Literal["auto"]
 Sessions = dict[str | None, bench.Session]
 Tasks = Sequence[tuple[Task, list[Example]]]
+Configs = Sequence[tuple[str, tuple[DrafterConfig, ...]]]
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,39 @@ class Flags:
         return Sampling(repetition_penalty=given.repetition_penalty, min_tokens=given.min_tokens)
 
 
-Configs = Sequence[tuple[str, tuple[DrafterConfig, ...]]]
+def named_configs(flags: Flags) -> Configs:
+    """Return every drafter with its name, once for each budget and gamma that it can have, and after it the drafts that
+    rounds may take instead. Errors: ConfigError."""
+    names, given = flags.drafters, flags.draft.given()
+    policies = [name for name in names or () if re.match("self[:=]", name)]
+    if names and len(policies) > 1 and not any(name.startswith(CEILING) for name in policies):
+        names = (*names, CEILING)
+    repeats_plain = SAMPLED not in flags.kinds or flags.sampling_of(SAMPLED).mode == "coupled"
+    able = {name: drafters()[name] for name in ALONE if given.keys() >= {*required_options(drafters()[name])}}
+    usual = [name for name, kind in able.items() if repeats_plain or Trait.NEEDS_BASELINE not in kind.TRAITS]
+    chosen = [(name, parse_draft(name, "drafters", is_whole=True)) for name in names or usual]
+    models = {options["draft_model"]: name for name, options in chosen if "draft_model" in options}
+    if len(models) > 1:
+        fix, what = "run the other model by itself, into the same file", "a session holds a single draft model"
+        refuse("drafters", " ".join(models.values()), "a single checkpoint", what, fix)
+    found = []
+    for (name, options), budget, gamma in product(chosen, flags.budgets or [None], flags.gammas or [None]):
+        varied = {"draft_budget": budget, "gamma": gamma}
+        found.append((name, given | {key: value for key, value in varied.items() if value is not None} | options))
+
+    def chooses(options: Mapping[str, Any]) -> bool:
+        return AUTO in (options.get("gamma"), options.get("gamma_schedule"))
+
+    if any(chooses(options) for _, options in found):
+        # A budget that is chosen while decoding goes with a gamma that is.
+        found = [pair for pair in found if pair[1].get("draft_budget") != AUTO or chooses(pair[1])]
+    elif "auto_drafts" in given:
+        note_without_effect(["auto_drafts"], "no drafter chooses its gamma")
+    fixed = {"auto_drafts": ()}
+    configs = flags.draft.choices(*(options if chooses(options) else options | fixed for _, options in found))
+    require_at_least("gamma", min(first.most_gamma for first, *_ in configs), 1)
+    # A drafter without a budget is there once.
+    return [*dict.fromkeys(zip((name for name, _ in found), configs, strict=True))]
 
 
 def open_sessions(flags: Flags, configs: Configs, context: int | None, ids: list[list[int]] | None) -> Sessions:
@@ -251,12 +284,7 @@ def measure(
 
 def main(flags: Flags) -> None:
     flags.check()
-    is_repeated = SAMPLED not in flags.kinds or flags.sampling_of(SAMPLED).mode == "coupled"
-    names = flags.drafters
-    policies = [name for name in names or () if re.match("self[:=]", name)]
-    if names and len(policies) > 1 and not any(name.startswith(CEILING) for name in policies):
-        names = (*names, CEILING)
-    configs = named_configs(names, flags.draft, flags.budgets, flags.gammas, is_repeated)
+    configs = named_configs(flags)
     contexts, records = flags.contexts or (CONTEXT,), list[Record]()
     if flags.tasks:  # all are read before any is run
         parts = [task_records(flags, configs, *each) for each in [(n, flags.tasks_at(n)) for n in contexts]]

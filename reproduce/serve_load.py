@@ -240,10 +240,6 @@ class Flags:
             names.append(name)
         require_appendable(self.output.output)
 
-    def n_talks(self, n_clients: int) -> int:
-        """Return the number of conversations of a load."""
-        return max(n_clients, -(-self.requests // self.turns))
-
     def endpoints(self, url: str) -> dict[str, Endpoint]:
         how = {"max_tokens": self.gen_len, "temperature": self.temperature}
         found = {mode: Endpoint(url, how | {"speculate": mode == SPECULATION}) for mode in MODES}
@@ -273,7 +269,8 @@ def main(flags: Flags) -> None:
             for error in failed(asyncio.run(load(endpoint, [new_prompt(SHORT)], 1)).answers):
                 raise error
         for repeat, (place, n_clients) in product(range(flags.repeats), enumerate(flags.clients)):
-            lengths = (drawn.randint(flags.shortest, flags.longest) for _ in range(flags.n_talks(n_clients)))
+            n_talks = max(n_clients, -(-flags.requests // flags.turns))
+            lengths = (drawn.randint(flags.shortest, flags.longest) for _ in range(n_talks))
             prompts = [*map(new_prompt, lengths)]
             for mode in list(endpoints)[:: -1 if (repeat + place) % 2 else 1]:
                 if mode in MODES:

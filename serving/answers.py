@@ -1,6 +1,7 @@
-"""Answers to requests: their growing text, stop strings, and failures as JSON."""
+"""Answers to requests: their growing text, stop strings, server-sent events, and failures as JSON."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,8 @@ from heapq import nlargest
 from itertools import groupby
 from statistics import fmean
 from typing import Any
+
+from fastapi.responses import Response, StreamingResponse
 
 from bench.record import rounded
 from engine.stats import Counts, total
@@ -20,6 +23,8 @@ from serving.scheduler import ServedRequest, Update
 EOS, LENGTH, STOP, CANCELLED = "eos_token", "length", "stop_sequence", "cancelled"
 REASONS: Mapping[str, str] = {"stop": EOS, "length": LENGTH}
 SPECULATION = ("rounds", "drafted", "verified", "accepted", "acceptance_rate", "mean_accepted_length")
+# The events of each step of a stream.
+Events = AsyncIterator[list[dict[str, Any]]]
 # OpenAI's code for a prompt that is too long; clients of text-generation-inference do not know it.
 TOO_LONG = "context_length_exceeded"
 
@@ -248,6 +253,28 @@ async def batches(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, list[To
             if answer.finish is not None:
                 del running[i]
                 yield i, []
+
+
+async def stream(events: Events, is_openai: bool) -> Response:
+    """Return server-sent events, written once a step. Raises a failure that comes before the first event."""
+    first: list[dict[str, Any]] = await anext(events, [])
+
+    async def lines() -> AsyncIterator[str]:
+        try:
+            yield _lines(first)
+            async for more in events:
+                yield _lines(more)
+        except Failure as failure:
+            yield _lines([failure.body(is_openai)])
+        if is_openai:
+            yield "data: [DONE]\n\n"
+
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
+
+
+def _lines(events: Sequence[dict[str, Any]]) -> str:
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events)
 
 
 def best(answers: Sequence[Answer], n: int) -> list[Answer]:

@@ -19,8 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.jsonl import why_no_value
 from serving.answers import Failure, internal
-from serving.routes_openai import openai_routes
-from serving.routes_tgi import tgi_routes
+from serving.routes import openai_routes, tgi_routes
 from serving.schemas import NEUTRAL
 from serving.service import Service
 

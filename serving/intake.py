@@ -17,8 +17,7 @@ from models.checkpoints.chat_template import ChatTemplate, NoChatTemplateError
 from models.checkpoints.reasoning import reasons_after
 from models.checkpoints.tool_calls import MARKS
 from serving.answers import TOO_LONG, invalid, require
-from serving.chat_schemas import ChatCompletion, Prediction, joined
-from serving.schemas import Calls, GenerationSpec
+from serving.schemas import Calls, ChatCompletion, GenerationSpec, Prediction, joined
 
 LONGEST_OPENING = 16  # tokens at the end of a prompt, among which it opens or closes reasoning
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]  # a text, token ids, or a conversation

@@ -5,17 +5,10 @@ A list is checked up to its first wrong value, since checks run on the event loo
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+import pydantic
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import from_json, to_json
 
 from common.errors import flag, refuse
@@ -30,6 +23,9 @@ EDITS = "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bi
 # Keys of generation_config.json that give fields of requests their defaults, as in vLLM, and the fields.
 RECOMMENDED = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 RECOMMENDED["max_new_tokens"] = "max_tokens"
+LENGTHS = AliasChoices("max_completion_tokens", "max_tokens")
+# Fields of messages that chat templates read as they are.
+AS_GIVEN = {"name", "tool_calls", "tool_call_id", "reasoning_content"}
 # Fields that some clients always send, on routes that lack them, with their values that have no effect.
 _WITHOUT_EFFECT: list[tuple[tuple[Any, ...], str]] = [
     ((0,), "top_n_tokens top_logprobs priority mirostat xtc_probability dry_multiplier"),
@@ -50,11 +46,6 @@ _WITHOUT_EFFECT: list[tuple[tuple[Any, ...], str]] = [
 ]
 NEUTRAL = {name: values for values, names in _WITHOUT_EFFECT for name in names.split()}
 
-
-def _listed(text: Any) -> Any:
-    return [text] if isinstance(text, str) else text
-
-
 # A constraint makes pydantic refuse text that no tokenizer reads: half a character, which JSON can escape.
 Text = Annotated[str, Field(min_length=0)]
 Name = Annotated[str, Field(min_length=1)]
@@ -62,6 +53,7 @@ Count = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
 Switch = Annotated[bool, Field(strict=True)]
 # JSON that text can be written of: neither half a character nor more than 200 levels.
 Object = Annotated[dict[str, Any], AfterValidator(lambda value: from_json(to_json(value)))]
+Arguments = Annotated[Object, BeforeValidator(lambda text: from_json(text or "{}") if isinstance(text, str) else text)]
 Likeliest = Annotated[int, Field(ge=0, le=20, strict=True)]
 Natural = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 TokenIds = Annotated[list[Natural], Field(fail_fast=True)]
@@ -71,7 +63,8 @@ Id = Annotated[int, Field(ge=0)]
 Bias = Annotated[float, Field(ge=-100, le=100, strict=True)]
 Word = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
-Stop = Annotated[list[Word], Field(max_length=LONGEST_STOP, fail_fast=True), BeforeValidator(_listed)]
+Listed = BeforeValidator(lambda text: [text] if isinstance(text, str) else text)
+Stop = Annotated[list[Word], Field(max_length=LONGEST_STOP, fail_fast=True), Listed]
 
 
 def _grammar(given: Any) -> tuple[str, str]:
@@ -182,7 +175,7 @@ def sampling_defaults(model: ModelSource) -> dict[str, Any]:
     given = {name: values[key] for key, name in RECOMMENDED.items() if values.get(key) is not None}
     try:
         GenerationSpec.model_validate(given)
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         wrong = error.errors()[0]
         key = next(key for key, name in RECOMMENDED.items() if name == wrong["loc"][0])
         what, fix = "generation_config.json has a value that no request may have", "correct the file, or add "
@@ -248,3 +241,87 @@ class Completion(OpenAISpec):
     best_of: Count | None = None  # samples of a prompt, of which the `n` of highest mean log-probability are answered
     echo: Switch = False  # the answer begins with the prompt, `logprobs` with those of its tokens after the first
     logprobs: Likeliest | None = None  # of each token, and of this number of likeliest tokens
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+def joined(parts: Sequence[TextPart]) -> str:
+    return "".join(part.text for part in parts)
+
+
+# Parts of a text; a text is a single part.
+Parts = BeforeValidator(lambda text: [{"type": "text", "text": text}] if isinstance(text, str) else text)
+Content = Annotated[list[TextPart], Field(fail_fast=True), Parts]
+
+
+class Prediction(Body):
+    type: Literal["content"]
+    content: Content
+
+
+class Tool(Body):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class FunctionCall(Body):
+    name: Name
+    arguments: Arguments = {}
+
+
+class ToolCall(Body):
+    """A call in an earlier answer."""
+
+    id: Text = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    name: Text = ""
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = []
+    tool_call_id: Text = ""
+    content: Content = []
+    reasoning_content: Text = ""
+
+    @model_validator(mode="after")
+    def _require_content(self) -> "Message":
+        if self.role != "assistant" and ("content" not in self.model_fields_set or self.tool_calls):
+            raise ValueError("needs content and no tool_calls, unless it is the assistant's")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates read it: with the arguments of calls as objects."""
+        content = None if self.tool_calls and not self.content else joined(self.content)
+        more = self.model_dump(exclude_unset=True, include=AS_GIVEN)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content, **more}
+
+
+class ChatCompletion(OpenAISpec):
+    """The body of /v1/chat/completions."""
+
+    PROMPT, LENGTH = "messages", "max_completion_tokens"
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # roles: also developer (system) and tool
+    max_tokens: Annotated[Count | None, Field(validation_alias=LENGTHS)] = None  # default: what fits
+    logprobs: Switch = False  # of the chosen tokens
+    top_logprobs: Likeliest = 0  # of the likeliest, with `logprobs`
+    prediction: Prediction | None = None  # a text like the answer, which `suffix` drafters read
+    chat_template_kwargs: Object = {}  # variables for the chat template, such as `{"enable_thinking": false}` for Qwen3
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = []  # functions that the answer may call
+    tool_choice: Literal["none", "auto", "required"] | Tool = "auto"  # none: tools are hidden; required: a call
+    parallel_tool_calls: Switch = True  # false: only the first call of an answer counts
+
+    def calls(self) -> Calls:
+        choice = self.tool_choice
+        required = [
+            tool.function
+            for tool in self.tools
+            if choice == "required" or (isinstance(choice, Tool) and choice.function.name == tool.function.name)
+        ]
+        offered = [] if choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        return Calls(self.chat_template_kwargs, offered, required, None if self.parallel_tool_calls else 1)

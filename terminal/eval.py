@@ -15,7 +15,6 @@ from common.jsonl import append_or_put_off, publish
 from common.say import say
 from common.tables import Column, console
 from engine.stats import Counts, acceptance_text
-from models.checkpoints.tokenizer import Tokenizer
 from terminal.models import ModelFlags, plan_in_turns
 from terminal.significance import compared
 
@@ -61,7 +60,8 @@ class Eval(ModelFlags):
         session = Session.of_plan(plan_in_turns(config, texts, evicts=evicts))
         assert session.tokenizer
         say(f"every generation is appended to {self.save}, run {session.run}")
-        stops = [*session.plan.target.source.end_tokens, *line_ends(session.tokenizer)]
+        line_ends = (i for i in range(len(session.tokenizer.pieces())) if "\n" in session.tokenizer.decode([i]))
+        stops = [*session.plan.target.source.end_tokens, *line_ends]
         rows: list[dict[str, Any]] = []
         counts: list[Counts] = []
         for plainly, speculatively in decode_batches(session, stop_tokens=stops):
@@ -105,11 +105,6 @@ def is_right(problem: Problem, answer: str) -> bool:
     a, b = problem
     found = NUMBER.search(answer.partition("\n")[0])
     return found is not None and found[0] == str(a * b)
-
-
-def line_ends(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of all tokens that end a line."""
-    return [index for index in range(len(tokenizer.pieces())) if "\n" in tokenizer.decode([index])]
 
 
 def _summary(record: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import torch
 from tyro.conf import Positional, arg
 
 from bench.config import DEFAULT_MODEL, BatchSize, ComparedSampling, Output, Rows, Sizes, Target, Text
-from bench.draft_flags import ComparedDraft
+from bench.draft_flags import DraftFlags
 from bench.passes import decode_batches
 from bench.plan import Plan
 from bench.record import acceptance, nested, rounded, settings_record
@@ -66,7 +66,7 @@ class Latency(ModelFlags):
     FLAGS: ClassVar[dict[str, str]] = ModelFlags.FLAGS | {"prefix_len": "--length"}
 
     target: Targets = field(default_factory=Targets)
-    draft: ComparedDraft = field(default_factory=ComparedDraft)  # type: ignore[assignment]
+    draft: DraftFlags = field(default_factory=DraftFlags)  # type: ignore[assignment]
     sampling: ComparedSampling = field(default_factory=ComparedSampling)
     text: Text = field(default_factory=Text)
     output: Output = field(default_factory=Output)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from tyro.conf import Positional, arg
 
 from bench.config import DEFAULT_MODEL, RunConfig, Sampling, Target
-from bench.draft_flags import ComparedDraft
+from bench.draft_flags import DraftFlags
 from bench.plan import Plan, PromptText, resolve
 from common.errors import flag, refuse
 from common.say import say
@@ -26,7 +26,7 @@ class PositionalTarget(Target):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draft(ComparedDraft):
+class Draft(DraftFlags):
     """The draft."""
 
     second: Positional[Annotated[str | None, SECOND]] = None  # the draft, as --draft

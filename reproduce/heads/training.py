@@ -209,7 +209,7 @@ def train(
             torch.save(state | {"step": line["step"], "seconds": seconds()}, partial)
 
     for step in range(done, recipe.steps):
-        if step and is_over(seconds(), limit):  # a curve needs a step
+        if step and seconds() >= limit:  # a curve needs a step
             break
         progress = max(step / recipe.steps, seconds() / limit)
         loss, logits, law = run(chosen(windows, recipe.windows, step), step)
@@ -226,10 +226,6 @@ def train(
     if line and line["step"] > curve[-1]["step"]:
         save(line | {"shared": shared(logits, law)})
     return seconds(), curve
-
-
-def is_over(seconds: float, limit: float) -> bool:
-    return seconds >= limit
 
 
 def save_head(head: TrainedHead, folder: Path, target: Mapping[str, Any]) -> None:

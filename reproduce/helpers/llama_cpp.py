@@ -23,6 +23,7 @@ from reproduce.helpers.records import Record
 ENTRIES, N_BATCH, STEPS = {"f16": "GGML_TYPE_F16", "q8_0": "GGML_TYPE_Q8_0"}, 512, 16
 
 
+@cache  # the same for the same arguments
 class LlamaRows:
     """A context in which every row holds the prompt in separate cells, and has room for STEPS steps of `width` tokens.
 
@@ -86,15 +87,9 @@ class LlamaRows:
         return times
 
 
-@cache
-def rows_of(gguf: str, prompt: tuple[int, ...], rows: int, width: int, threads: int, entries: str) -> LlamaRows:
-    """Return a context, the same for the same arguments."""
-    return LlamaRows(gguf, prompt, rows, width, threads, entries)
-
-
 def step_ms(gguf: str, prompt: tuple[int, ...], n_rows: int, width: int, *how: Any) -> tuple[list[float], list[float]]:
-    """Return the ms of plain steps and of verifications of `width` tokens. how: further arguments of `rows_of`."""
-    rows = rows_of(gguf, prompt, n_rows, width, *how)
+    """Return the ms of plain steps and of verifications of `width` tokens. how: further arguments of `LlamaRows`."""
+    rows = LlamaRows(gguf, prompt, n_rows, width, *how)
     return rows.steps(1, STEPS), rows.steps(width, STEPS)
 
 

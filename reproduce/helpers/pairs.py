@@ -62,16 +62,13 @@ def with_differences(rows: Sequence[Record], against: Iterable[str]) -> list[Rec
     conditions, found = [*map(parse_condition, against)], []
     bases = [row for row in rows if all(row.get(name) in values for name, values in conditions)]
     for row in rows:
-        pairs = [base for base in bases if row.get("tokens_sha256") and _text(base) == _text(row)]
-        base = min(pairs, key=lambda base: _distance(base, row), default=None)
+        pairs = [base for base in bases if not _n_unlike(base, row, "tokens_sha256", "generated")]
+        pairs = pairs if row.get("tokens_sha256") else []
+        base = min(pairs, key=lambda base: _n_unlike(base, row, "draft_budget", "gamma"), default=None)
         found.append(row | {"difference": None if base in (None, row) else interval(row, base)})
     return found
 
 
-def _text(row: Record) -> tuple:
-    return row.get("tokens_sha256"), row.get("generated")
-
-
-def _distance(base: Record, row: Record) -> int:
-    """Return how many of budget and gamma differ."""
-    return sum(base.get(name) != row.get(name) for name in ("draft_budget", "gamma"))
+def _n_unlike(base: Record, row: Record, *names: str) -> int:
+    """Return how many of these fields differ."""
+    return sum(base.get(name) != row.get(name) for name in names)

@@ -9,8 +9,7 @@ import pytest
 from common.errors import DataError
 from reproduce import tables
 from reproduce.helpers.records import read_records, selected
-from serving.chat_schemas import ChatCompletion
-from serving.schemas import NEUTRAL, Completion, Generate, Parameters
+from serving.schemas import NEUTRAL, ChatCompletion, Completion, Generate, Parameters
 from tests.support.programs import ROOT, run
 
 

@@ -16,8 +16,7 @@ from common.errors import ConfigError
 from models.checkpoints.chat_template import _compiled
 from serving import serve, service
 from serving.app import make_app
-from serving.chat_schemas import ChatCompletion, Message, Tool
-from serving.schemas import NEUTRAL, Body, Completion, Parameters, StreamOptions
+from serving.schemas import NEUTRAL, Body, ChatCompletion, Completion, Message, Parameters, StreamOptions, Tool
 from serving.serve import API_KEY, Http, Serve, Server
 from tests.support.serving_cases import CHATS, PLAIN, TGI, V1, Served, serving
 
