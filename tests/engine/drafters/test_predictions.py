@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import OpenAI
 
 from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation, generate
 from engine.drafters.combined import Combined
@@ -74,7 +73,7 @@ def reading(chat_checkpoint) -> Iterator[Served]:
 
 @pytest.mark.parametrize("how", [{"temperature": 0}, {"temperature": 0.7, "seed": 11}], ids=["greedy", "sampled"])
 def test_a_server_drafts_by_a_prediction(reading: Served, how: dict[str, Any]):
-    ask = OpenAI(base_url=f"{reading.url}/v1", api_key="any", max_retries=0).chat.completions.create
+    ask = reading.openai.chat.completions.create
     how = {"model": "m", "messages": CHAT["messages"], "max_tokens": 40, **how}
     plain = ask(**how, extra_body={"speculate": False})
     assert plain.usage.completion_tokens_details is None
