@@ -120,7 +120,7 @@ def test_layers_without_rope_are_known_when_other_layers_are_dropped(tmp_path: P
     assert load_model(tmp_path / "none").config.unrotated_layers == ()
 
 
-def test_only_the_same_conversion_is_reused_and_a_dtype_is_that_of_all_weights(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_same_conversion_is_reused(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = source / "model.pth"
     convert(source, source)
     before = weights.stat().st_mtime_ns
