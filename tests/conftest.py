@@ -88,19 +88,6 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A folder for what the hub has; and what was asked of it."""
-    calls = []
-
-    def download(repository, **options):
-        calls.append((repository, options))
-        return str(tmp_path)
-
-    monkeypatch.setattr("bench.data.snapshot_download", download)
-    return tmp_path, calls
-
-
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory, books: Path):
     """`rank_jobs.Models`: a target whose heads do not divide by two, and a draft."""

@@ -1,18 +1,17 @@
-"""What a draft reads of a plain step, and `--ablate`, which takes a draft's gain apart."""
+"""What a draft reads of a plain step, `--ablate`, which takes a draft's gain apart, and notes on records."""
 
 from typing import Any
 
 import pytest
 
 from bench.record import speedup_standard_error
+from bench.table import FEW_ROUNDS, notes
 from engine.generation import GenerateOutput
 from engine.stats import PLAIN, Counts, RoundStats, Stats
 
 SELFSPEC = "tests/selfspec_benchmark.py"
 SIZES = "--B 4 --prefix_len 60 --gen_len 20 --dtype float64 --device cpu"
 SHARES = ("draft_weights_share", "draft_entries_share", "draft_kv_share")
-
-
 READS = [("--draft_budget 20 --draft_dtype same", (1, 0.25, 0.25)), ("--draft ngram", (None,) * 3)]
 
 
@@ -66,3 +65,15 @@ def test_a_speedups_error_is_that_of_rows_and_of_times() -> None:
     assert times == pytest.approx(2 * (2 * 0.5**2 * 4 / 3) ** 0.5 / 4)
     assert error_of(passed([4, 12, 8, 8], [0.5, 1.5, 1.0, 1.0])) == pytest.approx((rows**2 + times**2) ** 0.5)
     assert error_of(passed([4, 12, 8], [1.0] * 4)) is None
+
+
+USUAL = {"gen_len": 64, "gamma": "auto", "choices": [{"gamma": 3}], "speedup": 1.2, "contention": {}}
+NOTHING = {"wall_speedup": 1.1, "distinct_4gram_fraction": 0.9, "contention": {"baseline": {"contended": None}}}
+NOTED = [{"choices": [{"gamma": 0}]}, {"steady_rounds": FEW_ROUNDS - 1}, {"gen_len": 1, "choices": []}]
+NOTED += [{"measured_costs_seconds": 11.26}, {"contention": {"baseline": {"contended": True}}}]
+NOTED += [{"wall_speedup": 0.9}, {"distinct_4gram_fraction": 0.2}]
+
+
+@pytest.mark.parametrize("changed", [NOTHING, *NOTED])
+def test_notes_are_made_where_a_record_would_be_misread(changed: dict[str, Any]) -> None:
+    assert len(notes(USUAL | changed, ["gamma"])) == (changed in NOTED)

@@ -4,7 +4,9 @@ import hashlib
 import json
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 from urllib.error import URLError
 
 import pyarrow as pa
@@ -19,23 +21,19 @@ from bench.data import SPEED_BENCH, Prompt, by_category, load_books, load_prompt
 from bench.plan import resolve
 from common.errors import ConfigError, DataError
 from models.checkpoints.model_source import ModelSource
-from tests.support.pg19 import parquet_of, write_pg19
 from tests.support.tiny import TINY
 
 BOS = 7
 
 
-class CharacterTokenizer:
-    """A tokenizer with a token per character."""
-
-    def __init__(self, bos: list[int] | None = None) -> None:
-        self.bos = bos or []
-
-    def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        return (self.bos if add_bos else []) + [ord(character) for character in text]
-
-
 BOOKS = ["It was the best of times.\n", "Call me Ishmael.\n", "Mädchen, 你好.\n"]
+PG19 = [{"short_book_title": f"Book {i}", "text": book} for i, book in enumerate(BOOKS)]
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]], **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path, **options)
+    return path
 
 
 def write_books(folder: Path, kind: str) -> Path:
@@ -48,10 +46,10 @@ def write_books(folder: Path, kind: str) -> Path:
     elif kind == "jsonl":
         jsonl(path, [{"title": "t", "text": book} for book in BOOKS])
     elif kind == "parquet folder":
-        write_pg19(folder / "test-00000-of-00002.parquet", BOOKS[:2], row_group_size=1)
-        write_pg19(folder / "test-00001-of-00002.parquet", BOOKS[2:])
+        write_parquet(folder / "test-00000-of-00002.parquet", PG19[:2], row_group_size=1)
+        write_parquet(folder / "test-00001-of-00002.parquet", PG19[2:])
     else:
-        write_pg19(path, BOOKS)
+        write_parquet(path, PG19)
     return path
 
 
@@ -87,7 +85,7 @@ def test_pg19_is_found_in_the_hub_cache_without_a_network(tmp_path, monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / f"datasets--{data.PG19_REPOSITORY.replace('/', '--')}"
-    blob = write_pg19(repository / "blobs" / "29a5", BOOKS)
+    blob = write_parquet(repository / "blobs" / "29a5", PG19)
     file = repository / "snapshots" / data.PG19_REVISION / "data" / "test-00000-of-00001-29a5.parquet"
     file.parent.mkdir(parents=True)
     file.symlink_to(blob)
@@ -99,21 +97,23 @@ DAMAGED = (
     ("bad.jsonl", b'{"text": "fine"}\n\n{"text": \n', "line 3: Expecting value: line 1 column 9"),
     ("deep.jsonl", b'{"text": "fine"}\n' + b"[" * 300_000 + b"\n", "line 2: nested too deeply"),
     ("half.jsonl", b'{"text": "fine"}\n{"text": "broken \\ud83d"}\n', "line 2: .*surrogates not allowed"),
-    ("other.parquet", parquet_of({"content": ["x"]}), "content"),
-    ("null.parquet", parquet_of({"text": ["text", None]}), "row 2: .'text'"),
+    ("other.parquet", [{"content": "x"}], "content"),
+    ("null.parquet", [{"text": "text"}, {"text": None}], "row 2: .'text'"),
 )
 
 
 @pytest.mark.parametrize(("name", "content", "complaint"), DAMAGED, ids=[name for name, *_ in DAMAGED])
 def test_damaged_files_are_named(tmp_path, name, content, complaint):
-    (tmp_path / name).write_bytes(content)
+    (write_parquet if name.endswith(".parquet") else Path.write_bytes)(tmp_path / name, content)
     with pytest.raises(DataError, match=complaint) as error:
         list(load_books(str(tmp_path / name)))
     assert name in str(error.value)
 
 
-def prompts_of(books, n_prompts: int, prefix_len: int, bos: list[int] | None = None) -> list[list[int]]:
-    return make_prompts(books, CharacterTokenizer(bos), n_prompts=n_prompts, prefix_len=prefix_len)
+def prompts_of(books, n_prompts: int, prefix_len: int, bos: list[int]) -> list[list[int]]:
+    """Return prompts of a token a character."""
+    tokenizer = SimpleNamespace(encode=lambda text, add_bos=True: bos * add_bos + [*map(ord, text)])
+    return make_prompts(books, tokenizer, n_prompts=n_prompts, prefix_len=prefix_len)
 
 
 @settings(deadline=None, derandomize=True, database=None, max_examples=300)
@@ -144,12 +144,6 @@ def jsonl(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
-
-
 def test_spec_bench_keeps_all_turns_and_longbench_asks_behind_its_context(tmp_path: Path) -> None:
     asked = {"_id": "x1", "dataset": "hotpotqa", "context": "A text.", "input": "Whose?", "answers": ["his"]}
     rows = [*SPEC_BENCH, asked, {"dataset": "gov_report", "context": "A report.", "input": ""}]
@@ -159,23 +153,23 @@ def test_spec_bench_keeps_all_turns_and_longbench_asks_behind_its_context(tmp_pa
 
 
 def test_speed_bench_leaves_out_placeholders_and_says_how_many(tmp_path: Path, capsys) -> None:
-    found = load_prompts(str(parquet(tmp_path / "test.parquet", [MASKED, SPEED, MASKED])))
+    found = load_prompts(str(write_parquet(tmp_path / "test.parquet", [MASKED, SPEED, MASKED])))
     assert found == [Prompt("a", "rag", ("One.", "Two."))]
     assert "3 prompts, 2 of them placeholders" in capsys.readouterr().err
     with pytest.raises(DataError, match="2 prompts, 2 of them placeholders"):
-        load_prompts(str(parquet(tmp_path / "none.parquet", [MASKED, MASKED])))
+        load_prompts(str(write_parquet(tmp_path / "none.parquet", [MASKED, MASKED])))
 
 
 @pytest.mark.parametrize(
     "name, split", [("speed-bench", "qualitative"), ("speed-bench/throughput_8k", "throughput_8k")]
 )
-def test_speed_bench_comes_from_the_hub(snapshot, name: str, split: str) -> None:
-    folder, calls = snapshot
+def test_speed_bench_comes_from_the_hub(tmp_path: Path, monkeypatch, name: str, split: str) -> None:
+    monkeypatch.setattr(data, "snapshot_download", download := Mock(return_value=str(tmp_path)))
     for one in ("qualitative", "throughput_8k"):
-        parquet(folder / one / "test-00000-of-00001.parquet", [SPEED | {"question_id": one}])
+        write_parquet(tmp_path / one / "test-00000-of-00001.parquet", [SPEED | {"question_id": one}])
     assert [prompt.id for prompt in load_prompts(name)] == [split]
     wanted = {"repo_type": "dataset", "revision": SPEED_BENCH[1], "allow_patterns": f"{split}/test-*.parquet"}
-    assert calls == [(SPEED_BENCH[0], wanted)]
+    download.assert_called_once_with(SPEED_BENCH[0], **wanted)
     with pytest.raises(DataError, match=r"other/test-\*\.parquet"):
         load_prompts("speed-bench/other")
 

@@ -94,7 +94,6 @@ def test_a_plan_has_the_drafts_scheme(flag: str, quantize: str | None, checkpoin
 COMMON = "--load_format dummy --dtype float64 --B 2 --num_prompts 3 --prefix_len 40 --gen_len 10 --device cpu"
 WIDE = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 256}
 CONFIG = LlamaConfig(**SHAPE | WIDE, architectures=["LlamaForCausalLM"])
-DRAFT = "--gamma 3 --streamingllm_budget 24"
 
 
 @pytest.fixture
@@ -109,31 +108,23 @@ def run(tmp_path: Path):
     return run
 
 
-@needs_int8
-def test_a_quantised_draft_changes_no_token(run):
-    plain = run("selfspec", DRAFT)
-    assert plain["draft_weights"] is None and plain["draft_kv_dtype"] == "float64"
-    for flags, weights, kv_dtype in (
-        (f"{DRAFT} --draft_weights int4 --draft_kv_dtype int8 --draft_dtype bfloat16", "int4", "int8"),
-        ("--draft_weights int8 --draft_kv_dtype fp8 --draft_policy full --gamma 3", "int8", "fp8"),
-    ):
-        record = run("selfspec", flags)
-        assert record["tokens_sha256"] == plain["tokens_sha256"], flags
-        assert record["identical_sequences"] == record["sequences"] == 3
-        assert record["quantize"] is None and record["draft_weights"] == weights
-        assert record["draft_kv_dtype"] == {"fp8": "float8_e4m3fn"}.get(kv_dtype, kv_dtype)
+# A script, its flags, and the storages that its record names. A quantised target has a plain text of its own.
+STORAGES = [
+    ("selfspec", "", {"draft_weights": None, "draft_kv_dtype": "float64", "quantize": None}),
+    ("selfspec", "--draft_weights int4 --draft_kv_dtype int8", {"draft_weights": "int4", "draft_kv_dtype": "int8"}),
+    ("selfspec", "--draft_weights int8 --draft_kv_dtype fp8 --draft_policy full", {"draft_kv_dtype": "float8_e4m3fn"}),
+    ("selfspec", "--quantize int8 --kv_dtype fp8", {"draft_weights": "int8", "kv_dtype": "float8_e4m3fn"}),
+    ("longspec", "--quantize int4 --draft_weights int8", {"quantize": "int4", "draft_weights": "int8"}),
+    ("selfspec", "--quantize int4", {"quantize": "int4", "draft_weights": "int4", "kv_dtype": "float64"}),
+]
 
 
 @needs_int8
-def test_speculation_with_a_quantised_target_emits_its_plain_text(run):
+def test_speculation_in_any_storage_emits_its_plain_text(run):
     """The draft `same` has the target's quantised weights."""
     plain = run("baseline", "")
-    for script, flags, draft_weights in (
-        ("selfspec", "--quantize int8 --kv_dtype fp8", "int8"),
-        ("longspec", "--quantize int4 --draft_weights int8", "int8"),
-        ("selfspec", "--quantize int4", "int4"),
-    ):
-        record = run(script, f"{DRAFT} {flags}")
-        assert record["identical_sequences"] == 3 and record["tokens_sha256"] != plain["tokens_sha256"]
-        assert (record["kv_dtype"] == plain["kv_dtype"]) == ("--kv_dtype" not in flags)
-        assert record["quantize"] in flags and record["draft_weights"] == draft_weights
+    for script, flags, storages in STORAGES:
+        record = run(script, f"--gamma 3 {flags} {'' if 'full' in flags else '--streamingllm_budget 24'}")
+        assert record["identical_sequences"] == record["sequences"] == 3, flags
+        assert {name: record[name] for name in storages} == storages, flags
+        assert (record["tokens_sha256"] == plain["tokens_sha256"]) == ("--quantize" not in flags), flags

@@ -12,11 +12,9 @@ from common.checkout import ROOT
 from engine.parallel.launch import run_on_ranks
 from tests.support.programs import BENCHMARKS, in_fork, python
 
-ALONE = "from common.exit import exit_on_user_error as run"
 PROGRAM = """
-{how}
-import os, select, sys
-from common.errors import ConfigError
+import select
+from common.exit import exit_on_user_error
 
 def until_unread(fd):
     poll = select.poll()
@@ -26,22 +24,9 @@ def until_unread(fd):
 def main():
 {body}
 
-run(main)
+exit_on_user_error(main)
 """
 UNREAD_CODE = 141
-
-
-def run(body: str, *, how: str = ALONE, reads: int | None = None, encoding: str = "utf-8") -> tuple[int, bytes, bytes]:
-    """Return exit code, stdout and stderr of a program with that `main`. reads: close stdout after so many lines."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    environment |= {"PYTHONIOENCODING": encoding}
-    command = [sys.executable, "-c", PROGRAM.format(how=how, body=indent(body, "    "))]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as started:
-        with started.stdout as stdout:
-            out = stdout.read() if reads is None else b"".join(stdout.readline() for _ in range(reads))
-        err = started.stderr.read()
-        return started.wait(), out, err
 
 
 @pytest.mark.parametrize(
@@ -50,19 +35,24 @@ def run(body: str, *, how: str = ALONE, reads: int | None = None, encoding: str 
     ids=["more than a pipe holds", "less than a buffer holds"],
 )
 def test_a_reader_that_leaves_sees_no_error(body):
-    assert run(body, reads=1) == (UNREAD_CODE, b"0\n", b"")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", PROGRAM.format(body=indent(body, "    "))]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as started:
+        with started.stdout as stdout:
+            assert stdout.readline() == b"0\n"
+        assert (started.stderr.read(), started.wait()) == (b"", UNREAD_CODE)
 
 
 def test_a_user_error_of_an_import_is_one_message_and_exit_code_2():
     """Flags are made of policies' files, before a program runs."""
     fails = "from common import cli\nfrom common.errors import refuse\nrefuse('B', 0, '1 or more')"
-    code, out, err = run("print(1)", how=fails)
-    assert (code, out) == (2, b"") and err.startswith(b"error: --B is not 1 or more\n") and b"Traceback" not in err
+    assert python("-c", fails).refusal.startswith("error: --B is not 1 or more\n")
 
 
 def test_characters_that_stdout_cannot_encode_are_escaped():
-    body = r"print('caf\u00e9 \u20ac \ud800')"
-    assert run(body, encoding="ascii") == (0, rb"caf\xe9 \u20ac \ud800" + b"\n", b"")
+    ended = python("-c", PROGRAM.format(body=r"    print('caf\u00e9 \u20ac \ud800')"), PYTHONIOENCODING="ascii")
+    assert (ended.code, ended.out, ended.err) == (0, r"caf\xe9 \u20ac \ud800" + "\n", "")
 
 
 INTERRUPTED = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise ImportError"

@@ -12,8 +12,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from engine import Decoder, ModelRunner, Request, SamplingParams, generate
+from engine.controller import PLAIN
+from engine.controller import RoundChoice as Choice
 from engine.drafters import Drafter
 from engine.graphs import CudaGraphs
+from tests.support.controllers import Scripted
 from tests.support.drafters import Drafters
 from tests.support.policies import SELF_DRAFT_POLICIES, Size
 from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
@@ -36,8 +39,11 @@ DRAFTERS = (
     *(f"standalone, {policy}" for policy in (IN_CACHE, "snapkv", "quantized")),
     *(f"{head}, {IN_CACHE}" for head in ("eagle-3", "P-EAGLE", "dflash 2")),
     *("dflash, quantized", "ngram", "suffix", "combined, standalone, streaming", "ngram: heuristic"),
-    *("full: confidence", "full: confidence, auto"),
+    *("full: confidence", "full: confidence, auto", "changing"),
 )
+# Drafters that take turns, and fall behind meanwhile.
+CHANGING = ("streaming", "full", f"standalone, {IN_CACHE}", "ngram", f"eagle-3, {IN_CACHE}")
+SCRIPT = [Choice(0, 3), PLAIN, PLAIN, PLAIN, Choice(2, 2), Choice(1, 3), Choice(3, 1), Choice(4, 3), Choice(1, 0)]
 
 
 def drafter_of(runner: ModelRunner, kind: str) -> Drafter | None:
@@ -54,7 +60,9 @@ def run(kind: str, mode: str, new_graphs=None, times: int = 1):
     runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8, new_graphs=new_graphs)
     sampling = [replace(each, temperature=0.0) for each in SAMPLED] if mode == "greedy" else SAMPLED
     how = {"sampling": sampling, "stop_tokens": [[], [], [8, 11, 30], [], [0, 4, 8]]}
-    how |= {"max_new_tokens": LIMITS, "drafter": drafter_of(runner, kind), "verification": mode}
+    how |= {"max_new_tokens": LIMITS, "verification": mode}
+    drafters = [drafter_of(runner, each) for each in (CHANGING if kind == "changing" else (kind,))]
+    how |= {"controller": Scripted(drafters, SCRIPT)} if kind == "changing" else {"drafter": drafters[0]}
     return [generate(runner, prompts, **how) for _ in range(times)]
 
 

@@ -24,6 +24,7 @@ from tests.support.tiny import (
     full_cache,
     near_model,
     random_prompts,
+    recomputed,
     self_draft,
     tiny_model,
     tiny_runner,
@@ -145,20 +146,27 @@ def counting(n_rows: int, seed: int = 0, **how) -> Counting:
     return Counting(model, full_cache(model, n_rows), **how)
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_round_computes_the_rows_that_decode(captured):
-    """Five rows end one by one; captured rounds are made for 1, 2, 4 and all, called ones for 2 or more."""
-    runner = counting(5, new_graphs=RecordedGraphs if captured else None)
-    decoder = Decoder(runner)
-    requests = [Request(prompt, 3 + n) for n, prompt in enumerate(random_prompts([9, 4, 17, 6, 11]))]
+@pytest.mark.parametrize(
+    "new_graphs,fewest,top_p,expected",
+    [
+        # The second of a kind is called once more, to compare what its graph gives.
+        (RecordedGraphs, 1, 1.0, [5, 5, 5, 4, 4, 4, 2, 1]),
+        (None, 2, 1.0, [5, 5, 4, 3, 2, 2]),
+        (None, 1, 1.0, [5, 5, 4, 3, 2, 1]),
+        (None, 1, 0.9, [5, 5, 4, 3, 2, 2]),  # the mass of a row is added up
+    ],
+)
+def test_a_round_computes_the_rows_that_decode(new_graphs, fewest, top_p, expected):
+    """Five rows end one by one; captured rounds are made for 1, 2, 4 and all, called ones for `fewest` or more."""
+    runner, sampling = counting(5, new_graphs=new_graphs, fewest_rows=fewest), SamplingParams(0.8, top_p=top_p)
+    decoder, prompts = Decoder(runner, verification="coupled"), random_prompts([9, 4, 17, 6, 11])
+    requests = [Request(prompt, 3 + n, sampling=sampling, id=n) for n, prompt in enumerate(prompts)]
     for request in requests:
         decoder.submit(request)
-    busy = [step.busy for step in iter(decoder.step, None)]
-    assert busy == [5, 5, 4, 3, 2, 1]
-    # The second of a kind is called once more, to compare what its graph gives.
-    computed = [n_rows for n_rows, n_token in runner.ran if n_token == 1]
-    assert computed == ([5, 5, 5, 4, 4, 4, 2, 1] if captured else [5, 5, 4, 3, 2, 2])
-    assert all(one.tokens == continue_by_recomputing(tiny_model(), one.prompt, one.limit) for one in requests)
+    assert [step.busy for step in iter(decoder.step, None)] == [5, 5, 4, 3, 2, 1]
+    assert [n_rows for n_rows, n_token in runner.ran if n_token == 1] == expected
+    wanted = recomputed(tiny_model(), prompts, [request.limit for request in requests], sampling)
+    assert [request.tokens for request in requests] == wanted
 
 
 def test_a_request_that_was_submitted_or_has_other_types_is_refused():

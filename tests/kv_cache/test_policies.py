@@ -1,6 +1,5 @@
 """Tests that every KV policy of tests/support/policies.py passes, on ragged rows."""
 
-import importlib
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,7 @@ from common.errors import ConfigError
 from engine import SelfSpeculation
 from engine.drafters import RowUpdate
 from kv_cache.base import EMPTY
-from kv_cache.policy import policies, registered
+from kv_cache.policy import policies
 from kv_cache.scored import ScoredKVCache
 from tests.support.policies import BY_POSITION, POLICIES, SELF_DRAFT_POLICIES, Size, SmallestKeys, new_cache
 from tests.support.tiny import TINY, random_prompts, tiny_runner
@@ -122,19 +121,6 @@ def test_slots_beyond_a_position_or_the_budget_are_refused_before_a_run(slots):
 
     with pytest.raises(ConfigError, match=r"OtherSlots\.slots"):
         Misplaced(24, 8).check()
-
-
-def test_a_file_that_cannot_be_imported_is_named_and_left_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(tmp_path)
-    (folder := tmp_path / "some_kinds").mkdir()
-    derived = "from some_kinds.base import Base\nclass Kind(Base):\n    name = "
-    (folder / "base.py").write_text("class Base: ...")
-    (folder / "broken.py").write_text(f"{derived}'broken'\nimport a_module_that_does_not_exist")
-    (folder / "whole.py").write_text(f"{derived}'whole'")
-    kind = importlib.import_module("some_kinds.base").Base
-    assert [*registered("some_kinds", folder, kind)] == [*registered("some_kinds", folder, kind)] == ["whole"]
-    said = capsys.readouterr().err
-    assert said.count("some_kinds/broken.py") == 1 and "a_module_that_does_not_exist" in said
 
 
 def test_a_policy_sees_the_values_and_positions_of_each_layer():

@@ -207,23 +207,13 @@ def tokens_of(runner: ModelRunner, prompts: list[list[int]], mode: str) -> list[
     return [generate(runner, prompts, drafter=drafter, **how).tokens for drafter in drafters * 2]
 
 
-def are_identical(mode: str, pointwise=EAGER) -> bool:
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("compiles", [False, True] if ON_CUDA else [False])
+def test_replayed_rounds_emit_what_called_rounds_do(compiles, mode):
     """Six prompts through four rows: rows finish, idle and are refilled, called and replayed alike."""
     model, prompts = model_and_prompts()
-    use_pointwise(model, pointwise)
+    use_pointwise(model, compiled() if compiles else EAGER)
     called = tokens_of(new_runner(model, CapturedShapes), prompts, mode)
     runner = new_runner(model, new_graphs=GRAPHS)
-    replayed = tokens_of(runner, prompts, mode)
+    assert tokens_of(runner, prompts, mode) == called
     runner.drop_graphs()
-    return called == replayed
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_identity_eager(mode):
-    assert are_identical(mode)
-
-
-@pytest.mark.skipif(not ON_CUDA, reason="nothing is compiled on a CPU")
-@pytest.mark.parametrize("mode", MODES)
-def test_identity_compiled(mode):
-    assert are_identical(mode, pointwise=compiled())

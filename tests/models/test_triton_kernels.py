@@ -29,12 +29,6 @@ def test_attention_compiles_for_hopper_without_spilling(entries, kind, n_split):
         kernels.require_good(launch, 90)
 
 
-def test_rings_that_fill_the_gpu_are_read_in_one_chunk():
-    """Without another kernel that combines chunks; fewer rows, and entries in order, have several."""
-    counts = [len(kernels.launches(torch.bfloat16, 4, *of)) for of in ((32, False), (8, False), (32, True))]
-    assert counts == [1, 2, 2]
-
-
 def test_the_largest_tile_fits_into_the_least_shared_memory():
     (launch, _) = kernels.launches(torch.bfloat16, n_token=16, in_order=False, sm=86)
     assert launch.arguments["ROWS"] == 64

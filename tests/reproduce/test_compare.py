@@ -141,14 +141,10 @@ def test_a_later_turn_follows_the_answers_of_plain_decoding(chat, chat_checkpoin
     assert all((row["identical_sequences"] is None) == bool(sampling) for row in ended.record["rows"])
 
 
-class FakeRows:
-    """Stands in for llama.cpp: a step takes as many ms as a row has tokens in it."""
-
-    def __init__(self, gguf: str, prompt: list[int], rows: int, room: int, threads: int, entries: str) -> None:
-        assert len(prompt) == 60 and rows == 2 and gguf.endswith("tiny.Q4_1.gguf") and entries in ("f16", "q8_0")
-
-    def steps(self, n_token: int, n_steps: int) -> list[int]:
-        return [n_token] * n_steps
+def fake_rows(gguf: str, prompt: list[int], rows: int, room: int, threads: int, entries: str) -> SimpleNamespace:
+    """Stand in for llama.cpp: a step takes as many ms as a row has tokens in it."""
+    assert len(prompt) == 60 and rows == 2 and gguf.endswith("tiny.Q4_1.gguf") and entries in ("f16", "q8_0")
+    return SimpleNamespace(steps=lambda n_token, n_steps: [n_token] * n_steps)
 
 
 def test_storages_are_compared_with_llama_cpp(checkpoint: Path, books: Path, tmp_path: Path, monkeypatch):
@@ -160,7 +156,7 @@ def test_storages_are_compared_with_llama_cpp(checkpoint: Path, books: Path, tmp
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     assert "llama-cpp-python" in (refused := run(SCRIPT, words)).refusal and "prefill" not in refused.err
     monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
-    monkeypatch.setattr(llama_cpp, "LlamaRows", FakeRows)
+    monkeypatch.setattr(llama_cpp, "LlamaRows", fake_rows)
     monkeypatch.setattr(llama_cpp, "new_process", lambda: ThreadPoolExecutor(1))  # a process would lack the stand-in
     assert run(SCRIPT, [*words, "--output", str(tmp_path / "out.jsonl")]).code == 0
     *ours, f16, q8_0 = saved(tmp_path / "out.jsonl")

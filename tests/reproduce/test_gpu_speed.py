@@ -1,12 +1,17 @@
-"""gpu_speed.py: small sizes run on the CPU, a failed cell leaves the others, and full sizes fit on a card."""
+"""gpu_speed.py: small sizes run on the CPU, a failed cell leaves the others, and full sizes fit on a card. Steps of
+gpu_calls.sh name programs, tests and cells that exist."""
 
 import json
+import re
+import shlex
+import subprocess
 
 import pytest
 import torch
 
 from bench.memory import GIB, require_room
 from bench.session import Session
+from common.checkout import ROOT
 from reproduce import gpu_speed
 from tests.support.programs import run
 
@@ -64,3 +69,20 @@ def test_on_one_card_of_78_gib_the_rows_that_fit_decode(monkeypatch, name):
         gpu_speed.open_fitting(f"{words} --device cuda")
     wanted, n_rows = plans[0].config.sizes.B, plans[0].target.n_rows
     assert 0.3 * wanted <= n_rows <= wanted and (n_rows == wanted or name.startswith("8B"))
+
+
+SCRIPT = ROOT / "reproduce" / "gpu_calls.sh"
+
+
+def test_planned_steps_name_what_exists() -> None:
+    text = SCRIPT.read_text().replace("\\\n", " ")
+    cells = [cell for line in re.findall(r"^ +speed (\d.*)", text, re.MULTILINE) for cell in shlex.split(line)[2:]]
+    assert cells and {*cells} <= {*gpu_speed.CELLS}
+    programs = [*re.findall(r"tests/\w\S*\.py", text), *re.findall(r"-m (reproduce\.\w+)", text)]
+    assert len(programs) > 4
+    assert all((ROOT / f"{name.removesuffix('.py').replace('.', '/')}.py").is_file() for name in programs)
+
+
+def test_a_call_has_to_be_named(tmp_path) -> None:
+    ended = subprocess.run(["bash", SCRIPT, "c", tmp_path], capture_output=True, text=True)
+    assert ended.returncode == 2 and "a, b or wheels" in ended.stderr and not [*tmp_path.iterdir()]

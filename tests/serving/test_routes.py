@@ -3,18 +3,12 @@
 import shutil
 
 import pytest
-from openai import OpenAI
 
 from engine.sampling.distribution import SamplingParams
 from tests.support.serving_cases import END, PLAIN, Alone, Served, serving
 
 PROMPTS = ["a", "of the cat and the hat", "Näher " * 9, "1, 2, 3, 4, 5, 6, 7, 8" * 4]
 MESSAGES = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture
-def openai(served: Served) -> OpenAI:
-    return served.openai
 
 
 def test_every_event_says_where_its_token_came_from(served: Served):
@@ -57,9 +51,9 @@ def test_an_end_token_ends_an_answer(served: Served, alone: Alone):
     assert completion["usage"]["completion_tokens"] == len(expected)
 
 
-def test_completions(openai, served: Served, alone: Alone):
-    how = {"temperature": 0.7, "seed": 4}
-    answer = openai.completions.create(model="m", prompt=PROMPTS[1], max_tokens=9, logprobs=0, **how)
+def test_completions(served: Served, alone: Alone):
+    ask, how = served.openai.completions.create, {"temperature": 0.7, "seed": 4}
+    answer = ask(model="m", prompt=PROMPTS[1], max_tokens=9, logprobs=0, **how)
     (choice,), usage = answer.choices, answer.usage
     text, logprobs = alone.scored(PROMPTS[1], 9, SamplingParams(**how))
     assert (choice.text, choice.finish_reason, len(choice.logprobs.tokens)) == (text, "length", 9)
@@ -69,18 +63,18 @@ def test_completions(openai, served: Served, alone: Alone):
     assert answer.timings["draft_n"] == answer.speculation["drafted"]
     ids = alone.tokenizer.encode(PROMPTS[1])
     for prompt in (PROMPTS[1], [PROMPTS[1]], ids, [ids]):
-        answer = openai.completions.create(model="m", prompt=prompt, temperature=0)
+        answer = ask(model="m", prompt=prompt, temperature=0)
         assert answer.choices[0].text == alone.text(PROMPTS[1], 16)
-    stream = openai.completions.create(model="m", prompt=PROMPTS[1], max_tokens=30, temperature=0, stream=True)
+    stream = ask(model="m", prompt=PROMPTS[1], max_tokens=30, temperature=0, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == alone.text(PROMPTS[1], 30)
     short = served.ask("/v1/completions", {"prompt": "a" * 310, "temperature": 0.0}).json
     assert short["usage"]["completion_tokens"] == 5  # room of the row
 
 
-def test_chat(openai, served: Served, alone: Alone):
+def test_chat(served: Served, alone: Alone):
     prompt = alone.tokenizer.encode("[user]hello\n[a]", add_bos=False)
     expected = alone.tokenizer.decode(alone.tokens(prompt, 15))
-    ask = openai.chat.completions.create
+    ask = served.openai.chat.completions.create
     how = {"model": "m", "max_completion_tokens": 15, "temperature": 0}
     parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
     for messages in (MESSAGES, parts):
@@ -112,13 +106,13 @@ def test_a_model_without_a_chat_template_or_a_draft(chat_checkpoint, alone: Alon
         assert [token["id"] for token in details["tokens"]] == alone.tokens("abc", 9)
 
 
-def test_a_server_describes_itself(served: Served, openai):
-    info = served.get("/info").json
+def test_a_server_describes_itself(served: Served):
+    info, models = served.get("/info").json, served.openai.models
     assert (info["max_total_tokens"], info["max_batch_size"], info["max_concurrent_requests"]) == (316, 4, 68)
     assert info["speculation"] == {"draft": "self", "gamma": 3, "auto": False}
     assert info["chat"] is True and info["verification"] == "coupled"
-    (model,) = openai.models.list().data
-    assert openai.models.retrieve(model.id) == model and model.id == info["model_id"]
+    (model,) = models.list().data
+    assert models.retrieve(model.id) == model and model.id == info["model_id"]
     assert served.get("/v1/models/another").json["error"]["code"] == "model_not_found"
     assert served.ask("/health", b"", method="HEAD").status == served.ask("/", b"", method="HEAD").status == 200
     assert served.get("/health").status == 200 and b"<html" in served.get("/").body.lower()

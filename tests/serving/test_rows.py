@@ -1,6 +1,7 @@
 """A server's rows: costs measured before the first request, prompts in chunks, prefixes that stay."""
 
 import json
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -15,7 +16,7 @@ from engine.sampling.distribution import SamplingParams
 from serving.scheduler import Scheduler, open_session
 from serving.serve import Serve
 from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
-from tests.support.serving_cases import FLAGS, PLAIN, TGI, serving
+from tests.support.serving_cases import FLAGS, PLAIN, serving
 from tests.support.tiny import decode
 
 
@@ -49,42 +50,35 @@ def test_rows_are_no_longer_than_the_context(chat_checkpoint, capsys):
 
 def test_verified_drafts_are_logged(chat_checkpoint, tmp_path, capsys):
     """As many as the answers say; when the file can no longer be written, answers go on."""
-    logged = tmp_path / "verified.jsonl"
+    logged, texts = tmp_path / "verified.jsonl", ("abc", "tea for two")
+
+    def lines() -> list[dict[str, Any]]:
+        return [*map(json.loads, logged.read_text().splitlines())]
+
+    def is_replaced() -> bool:
+        """Put a folder in the place of the file, which the last round may be writing."""
+        logged.unlink(missing_ok=True)
+        with suppress(FileExistsError):
+            logged.mkdir()
+        return logged.is_dir()
+
     with serving(chat_checkpoint, f"--log_prompts --log_verification {logged}") as server:
-        bodies = [{"inputs": text, "parameters": {"max_new_tokens": 40}} for text in ("abc", "tea for two")]
         with ThreadPoolExecutor() as pool:
-            answers = [*pool.map(lambda body: server.json(TGI, body | {"stream": False}), bodies)]
-        assert all("generated_text" in answer for answer in answers)
-        requests = list[dict[str, Any]]()
-
-        def are_logged() -> bool:
-            said = capsys.readouterr().err.splitlines()
-            requests.extend(json.loads(line) for line in said if line.startswith("{"))
-            return len(requests) == 2
-
-        server.until(are_logged, "both requests")
-        assert {request["prompt"].removeprefix("<s>") for request in requests} == {"abc", "tea for two"}
-
-        def lines() -> list[dict[str, Any]]:
-            return [*map(json.loads, logged.read_text().splitlines())]
-
-        for request in requests:
-            n, id_ = request["speculation"]["accepted"], request["id"]
-            server.until(lambda n=n, id_=id_: n == sum(x["accepted"] for x in lines() if x["request"] == id_), "drafts")
-            n_verified = sum(line["request"] == id_ for line in lines())
-            assert 0 < n <= n_verified <= request["speculation"]["verified"]
+            answers = [*pool.map(lambda text: server.generate(text, max_new_tokens=40), texts)]
+        counts = [answer["details"]["speculation"] for answer in answers]
+        n_accepted = sorted(each["accepted"] for each in counts)
+        server.until(lambda: sum(line["accepted"] for line in lines()) == sum(n_accepted), "drafts")
+        accepted = Counter(line["request"] for line in lines() if line["accepted"])
+        assert sorted(accepted.values()) == n_accepted and n_accepted[0] > 0
+        assert len(lines()) <= sum(each["verified"] for each in counts)
         assert all(0 <= line[name] <= 1 for line in lines() for name in ("p", "q"))
-
-        def is_replaced() -> bool:
-            """Put a folder in the place of the file, which the last round may be writing."""
-            logged.unlink(missing_ok=True)
-            with suppress(FileExistsError):
-                logged.mkdir()
-            return logged.is_dir()
-
         server.until(is_replaced, "a folder")
         assert len(server.ids("abc", max_new_tokens=40)) == 40
-        assert capsys.readouterr().err.count("no draft tokens are logged") == 1
+    said = capsys.readouterr().err
+    requests = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert {request["prompt"].removeprefix("<s>") for request in requests} == {*texts}
+    assert accepted.keys() <= {request["id"] for request in requests}
+    assert said.count("no draft tokens are logged") == 1
 
 
 def test_graphs_go_with_the_server(chat_checkpoint, monkeypatch):

@@ -156,6 +156,27 @@ class Drafters:
         return POLICIES[policy].make(shape, self.size)
 
 
+def watch(drafter: Drafter) -> list[tuple[int, int, int, list[int], Tensor | None]]:
+    """Return a list that grows by the drafter's proposals: request, length, current token, drafts, distributions."""
+    seen, requests, follow, propose = [], {}, drafter.follow, drafter.propose
+
+    def following(rows):
+        follow(rows)
+        requests.update((row, request) for row, request, *_ in rows)
+
+    def proposing(batch, verification, gamma):
+        drafts = propose(batch, verification, gamma)
+        for place, row in enumerate(batch.rows.tolist()):
+            if gamma and row in requests and not batch.idle[place]:
+                state = requests[row], int(batch.lengths[place]), int(batch.current[place])
+                probs = None if drafts.probs is None else drafts.probs[place]
+                seen.append((*state, drafts.tokens[place].tolist(), probs))
+        return drafts
+
+    drafter.follow, drafter.propose = following, proposing
+    return seen
+
+
 def three_drafters(runner: ModelRunner, gamma: int = 3) -> list[Drafter]:
     """Return a drafter that is written through, one that runs a model, and one that copies text."""
     size = Size(runner.max_batch, runner.cache.capacity, n_kept=1, window=7, dtype=runner.cache.keys.dtype)

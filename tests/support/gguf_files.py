@@ -1,6 +1,5 @@
 """Tiny GGUF files in llama.cpp's names and layout."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,19 +50,29 @@ def metadata_of(config: ModelConfig, arch: str) -> dict[str, Any]:
     return named | {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
 
 
-def write_gguf(
-    path: Path,
-    config: ModelConfig,
-    weights: dict[str, torch.Tensor],
-    metadata: dict[str, Any],
+def write_tiny_gguf(
+    folder: Path,
     arch: str = "llama",
+    tied: bool = True,
+    pre: str = "smollm",
+    metadata: Any = None,
+    left_out: str = "nothing",
     quantization: Quantization = Quantization.F32,
     extra_tensor: str = "",
-    extra_values: Sequence[float] = (1.0,) * 8,
-) -> None:
-    """Write weights by Hugging Face name, quantised where they have more than one dimension."""
-    writer = gguf.GGUFWriter(path, arch)
-    for key, value in metadata.items():
+) -> dict[str, torch.Tensor]:
+    """Write `tiny.gguf` of TINY's shape, without tensors named `left_out` and quantised where these have more than one
+    dimension; return its weights by Hugging Face name."""
+    folder.mkdir(exist_ok=True)
+    config = replace(TINY, tie_embeddings=tied, **DIFFERENCES.get(arch, {}))
+    random = np.random.default_rng(0)
+    weights = {
+        name: torch.from_numpy(random.standard_normal(shape, dtype=np.float32))
+        for stacked in source_parts(config).values()
+        for name, shape in stacked
+        if left_out not in name
+    }
+    writer = gguf.GGUFWriter(folder / "tiny.gguf", arch)
+    for key, value in (metadata_of(config, arch) | {"tokenizer.ggml.pre": pre} | (metadata or {})).items():
         if isinstance(value, list):
             writer.add_array(key, value)
         else:
@@ -79,34 +88,11 @@ def write_gguf(
         raw_dtype = None if kind in (Quantization.F32, Quantization.F16) else kind
         writer.add_tensor(names.get_name(name, (".weight", ".bias")), gguf.quantize(stored, kind), raw_dtype=raw_dtype)
     if extra_tensor:
-        writer.add_tensor(extra_tensor, np.array(extra_values, np.float32))
+        writer.add_tensor(extra_tensor, np.ones(8, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def write_tiny_gguf(
-    folder: Path,
-    arch: str = "llama",
-    tied: bool = True,
-    pre: str = "smollm",
-    metadata: Any = None,
-    left_out: str = "nothing",
-    **options: Any,
-) -> dict[str, torch.Tensor]:
-    """Write `tiny.gguf` of TINY's shape, without tensors named `left_out`; return its weights by Hugging Face name."""
-    folder.mkdir(exist_ok=True)
-    config = replace(TINY, tie_embeddings=tied, **DIFFERENCES.get(arch, {}))
-    random = np.random.default_rng(0)
-    weights = {
-        name: torch.from_numpy(random.standard_normal(shape, dtype=np.float32))
-        for stacked in source_parts(config).values()
-        for name, shape in stacked
-        if left_out not in name
-    }
-    values = metadata_of(config, arch) | {"tokenizer.ggml.pre": pre} | (metadata or {})
-    write_gguf(folder / "tiny.gguf", config, weights, values, arch, **options)
     return weights
 
 

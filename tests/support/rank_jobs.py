@@ -23,7 +23,7 @@ from transformers import LlamaConfig
 from convert_hf_checkpoint import convert
 from engine.parallel.launch import run_on_ranks
 from tests.support.hf_tiny import SHAPE, random_model, save_folder
-from tests.support.programs import ROOT, Ended, overriding
+from tests.support.programs import Ended, overriding
 
 LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 FORKING = multiprocessing.get_context("forkserver")
@@ -124,12 +124,6 @@ class EndedOnRanks(Ended):
         assert self.code != 0, self.out
         return self.err.partition("Root Cause (first observed failure):")[2]
 
-    def message(self, rank: str, exit_code: int) -> str:
-        """Return the ranks' stderr; requires no traceback, no output, and `rank` as the first to fail."""
-        assert self.out == "" and "Traceback" not in self.ours and str(ROOT / "engine") not in self.err, self.err
-        assert re.search(rf"rank +: {rank} .*\s+exitcode +: {exit_code} ", self.first_to_fail), self.err
-        return self.ours
-
 
 @dataclass(frozen=True)
 class Job:
@@ -169,13 +163,6 @@ class Job:
     def end(self, seconds: float = LIMIT_SECONDS) -> EndedOnRanks:
         self.until(lambda: self.launcher.poll() is not None, "the end", seconds)
         return EndedOnRanks(self.launcher.wait(), (self.folder / "out").read_text(errors="replace"), self.err)
-
-
-@contextmanager
-def started(folder: Path, script: str, arguments: list[str]) -> Iterator[Job]:
-    """Start a benchmark on two ranks of torchrun, and kill its processes at the end."""
-    with launched(folder, [*LAUNCHER, str(ROOT / "tests" / f"{script}_benchmark.py"), *arguments], {}) as job:
-        yield job
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -39,19 +39,10 @@ REFERENCED = ("none", *SEE_ALL)
 BY_BATCH = (PACED, "retrieval", *COMBINED)
 
 
-class World(Protocol):
-    """A model, and what it gives for a text without any cache."""
-
-    model: Any
-    # Of the entries of every cache.
-    kv_dtype: torch.dtype
-    # With the drafters that work in every world.
-    drafters: tuple[str, ...]
-
-    def next_logits(self, text: list[int]) -> torch.Tensor: ...
-
-
 class WitnessWorld:
+    """A model, the dtype of entries of every cache, drafters beside those that work in every world, and what the model
+    gives for a text without any cache."""
+
     model = WitnessModel()
     kv_dtype = model.dtype
     drafters = ()
@@ -72,11 +63,16 @@ SHAPES = {
 
 
 class LlamaWorld:
+    """Has the fields of `WitnessWorld`."""
+
     drafters = (*QUERYING, *(f"standalone, {name}" for name in QUERYING), "medusa", *HEAD_DRAFTS)
 
     def __init__(self, shape: str, kv_dtype: torch.dtype = torch.float64) -> None:
         self.model = tiny_model(SHAPES[shape])
         self.kv_dtype, self.next_logits = kv_dtype, recomputing(self.model, kv_dtype)
+
+
+World = WitnessWorld | LlamaWorld
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from kv_cache import StreamingKVCache
 from kv_cache.base import EMPTY
 from models import ModelConfig
 from models.llama import select_layers
+from tests.support.drafters import watch
 from tests.support.policies import POLICIES, Size
 from tests.support.tiny import TINY, continue_by_recomputing, full_cache, random_prompts, recomputed, tiny_model
 
@@ -50,20 +51,6 @@ def test_a_draft_of_some_layers_holds_those_layers_kv(layers):
     assert compared > 20
 
 
-def recorded(drafter: StandaloneDraft) -> list[dict[int, tuple[int, list[int]]]]:
-    """A list that grows by each round's drafts: of every row its length and the tokens after it."""
-    rounds, propose = [], drafter.propose
-
-    def recording(batch, *others):
-        drafts = propose(batch, *others)
-        of_rows = zip(batch.lengths.tolist(), drafts.tokens.tolist(), strict=True)
-        rounds.append(dict(zip(batch.rows.tolist(), of_rows, strict=True)))
-        return drafts
-
-    drafter.propose = recording
-    return rounds
-
-
 @pytest.mark.parametrize("policy", ["full", "streaming", "streaming, positions in the cache"])
 def test_every_draft_is_what_the_draft_model_continues_with(policy):
     """A draft that is right now and then, the target under a slightly other head; rows keep unlike parts of a block.
@@ -74,12 +61,11 @@ def test_every_draft_is_what_the_draft_model_continues_with(policy):
     draft.output.weight += 0.3 * tiny_model(seed=5).output.weight
     cache = POLICIES[policy].make(TINY, Size(3, longest=128, n_kept=4, window=96, dtype=torch.float64))
     drafter = StandaloneDraft(ModelRunner(draft, cache), 3)
-    rounds = recorded(drafter)
+    seen = watch(drafter)
     out = generate(ModelRunner(target, full_cache(target, 3)), prompts, max_new_tokens=24, drafter=drafter)
-    for row, prompt in enumerate(prompts):
-        for length, drafts in (one[row] for one in rounds if row in one):
-            known = (prompt + out.tokens[row])[: length + 1]
-            assert drafts == continue_by_recomputing(draft, known, 3)
+    for row, length, _, drafts, _ in seen:
+        known = (prompts[row] + out.tokens[row])[: length + 1]
+        assert drafts == continue_by_recomputing(draft, known, 3)
     assert len({row.accepted for row in out.stats.rows}) > 1 and 0 < out.stats.counts.acceptance_rate < 1
 
 
@@ -91,14 +77,13 @@ def test_a_padded_vocabulary_costs_no_token(vocab_size, mode, temperature):
     assert any(token >= 50 for prompt in prompts for token in prompt)
     sampling = SamplingParams(temperature, seed=4)
     drafter = standalone(replace(TINY, vocab_size=vocab_size), 3)
-    rounds = recorded(drafter)
+    seen = watch(drafter)
     runner = ModelRunner(target, full_cache(target, 3))
     out = generate(runner, prompts, max_new_tokens=10, drafter=drafter, sampling=sampling, verification=mode)
     assert mode == "rejection" or out.tokens == recomputed(target, prompts, 10, sampling)
     assert all(len(tokens) == 10 and max(tokens) < TINY.vocab_size for tokens in out.tokens)
     assert out.stats.accepted > 0 or mode != "rejection"
-    proposed = {token for one in rounds for _, drafts in one.values() for token in drafts}
-    assert max(proposed) < min(vocab_size, TINY.vocab_size)
+    assert max(token for *_, drafts, _ in seen for token in drafts) < min(vocab_size, TINY.vocab_size)
 
 
 @pytest.mark.parametrize("mode,temperature", [("greedy", 0.0), ("coupled", 1.0)])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from models.heads.dflash import DFlashHead
 from models.heads.medusa import MedusaHeads
 from tests.support.block_heads import MASK, with_head
 from tests.support.controllers import Scripted
+from tests.support.drafters import watch
 from tests.support.policies import POLICIES, Size
 from tests.support.published_heads import random_dflash, random_eagle, random_medusa
 from tests.support.tiny import TINY, decode, full_cache, random_prompts, tiny_model
@@ -47,26 +49,6 @@ def states_of(text: list[int], layers: tuple[int, ...]) -> torch.Tensor:
     """Return the target's states `[T, ...]` of a text alone."""
     positions = torch.arange(len(text))[None]
     return MODEL.hidden_states(torch.tensor([text]), positions, full_cache(MODEL, 1, len(text)), layers)[1][0]
-
-
-def watch(drafter) -> list[tuple[int, int, int, list[int], torch.Tensor]]:
-    """Return a list that grows by the drafter's proposals: request, length, current token, drafts, distributions."""
-    seen, requests, follow, propose = [], {}, drafter.follow, drafter.propose
-
-    def following(rows):
-        follow(rows)
-        requests.update((row, request) for row, request, *_ in rows)
-
-    def proposing(batch, verification, gamma):
-        drafts = propose(batch, verification, gamma)
-        for place, row in enumerate(batch.rows.tolist()):
-            if gamma and row in requests and not batch.idle[place]:
-                state = requests[row], int(batch.lengths[place]), int(batch.current[place])
-                seen.append((*state, drafts.tokens[place].tolist(), drafts.probs[place]))
-        return drafts
-
-    drafter.follow, drafter.propose = following, proposing
-    return seen
 
 
 def run(drafter, changing: bool) -> list[list[int]]:
@@ -165,16 +147,11 @@ def test_drafts_are_those_of_the_head_over_the_targets_own_states(kind, cache, c
 
 def test_a_head_that_comes_back_runs_the_target_over_no_answer(monkeypatch):
     monkeypatch.setattr("engine.drafters.hidden_states.KEPT", 64)
-    recompute, prompts, ran = ModelRunner.recompute, random_prompts(LENGTHS), []
-
-    def watched_recompute(runner, row, text, at, layers):
-        ran.append((text, at.stop))
-        return recompute(runner, row, text, at, layers)
-
-    monkeypatch.setattr(ModelRunner, "recompute", watched_recompute)
-    runner = ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8)
+    runner, prompts = ModelRunner(MODEL, full_cache(MODEL, SLOTS), prefill_chunk=8), random_prompts(LENGTHS)
+    monkeypatch.setattr(runner, "recompute", recompute := Mock(wraps=runner.recompute))
     head = random_dflash(DEEP)
     run(DFlash(runner, head, CACHES["full"](head.body.config), GAMMA), changing=True)
+    ran = [(text, at.stop) for _, text, at, _ in (call.args for call in recompute.call_args_list)]
     assert ran and all(text[:end] in [prompt[:end] for prompt in prompts] for text, end in ran)
 
 

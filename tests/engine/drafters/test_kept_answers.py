@@ -1,6 +1,7 @@
 """Answers kept by prompt: rows draft by those of their own prompt, within a bound, and no token changes."""
 
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import cycle
@@ -10,7 +11,7 @@ import pytest
 from engine import Decoder, ModelRunner, Request, SamplingParams, generate
 from engine.drafters import RowUpdate
 from engine.drafters.suffix import N_PROMPTS, Suffix
-from engine.requests import Outcome, Progress
+from engine.requests import Progress
 from tests.support.tiny import full_cache, random_prompts, tiny_model, tiny_runner
 
 DRAWS = (7, 3)
@@ -74,16 +75,6 @@ def test_what_is_kept_stays_within_its_bound(keyed: bool):
     assert n_guessed > 100 and len(drafter._kept) == N_PROMPTS
 
 
-class DraftsByRequest(Progress):
-    """Keeps the draft tokens of requests, by index."""
-
-    def __init__(self) -> None:
-        self.drafts: dict[int, set[int]] = {}
-
-    def decoded(self, request: Request, outcome: Outcome, n_kept: int) -> None:
-        self.drafts.setdefault(request.index, set()).update(outcome.drafts)
-
-
 class Failing(Request):
     """Raises while it takes tokens after the first ten."""
 
@@ -103,14 +94,14 @@ def test_samples_of_two_prompts_share_drafts_and_change_no_token(mode: str):
     each = [*enumerate(zip([prompts[i % 2] for i in range(10)], limits, strict=True))]
     how = {"sampling": sampling, "verification": mode}
     plain = generate(runner, [prompt for _, (prompt, _) in each], max_new_tokens=limits, **how).tokens
-    rounds = {}
+    rounds, proposed, progress = {}, defaultdict[int, set[int]](set), Progress()
+    progress.decoded = lambda request, outcome, n_kept: proposed[request.index].update(outcome.drafts)
     for keep_answers in (0, 5000):
-        proposed = DraftsByRequest()
         decoder = Decoder(
             runner,
             drafter=Suffix(runner, 3, keep_answers=keep_answers),
             verification=mode,
-            progress=proposed,
+            progress=progress,
             reuses="prefixes",
             prefill_tokens=8,
         )
@@ -127,6 +118,6 @@ def test_samples_of_two_prompts_share_drafts_and_change_no_token(mode: str):
             for i, request in enumerate(requests):
                 assert request.tokens == (plain[i][: len(request.tokens)] if i in (2, 4) else plain[i])
                 of_prompt = {token for other in range(i % 2, 10, 2) for token in plain[other]}
-                assert proposed.drafts[i] <= of_prompt | {*request.prompt}
+                assert proposed[i] <= of_prompt | {*request.prompt}
             rounds[keep_answers, turn] = sum(request.counts.rounds for request in requests)
     assert rounds[5000, 0] < rounds[0, 0] and rounds[5000, 1] < 0.6 * rounds[0, 1]

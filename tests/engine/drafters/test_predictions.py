@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import OpenAI
 
 from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation, generate
 from engine.drafters.combined import Combined
@@ -17,20 +16,6 @@ from tests.support.serving_cases import PLAIN, Served, serving
 from tests.support.tiny import decode, full_cache, random_prompts, tiny_model
 
 CHATS, CHAT = "/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 40}
-
-
-class Origins(Progress):
-    """Counts, by request id, the drafts that were copied from a prediction, and those of them that were accepted."""
-
-    def __init__(self) -> None:
-        self.predicted: dict[int, tuple[int, int]] = {}
-
-    def decoded(self, request: Request, outcome: Outcome, n_kept: int) -> None:
-        n_predicted = min(request.n_predicted, len(outcome.drafts))
-        assert {*outcome.drafts[:n_predicted]} <= {*request.prediction}
-        drafted, accepted = self.predicted.get(request.id, (0, 0))
-        more = min(n_predicted, len(outcome.block) - 1)
-        self.predicted[request.id] = drafted + n_predicted, accepted + more
 
 
 @pytest.mark.parametrize("kind", ["alone", "beside a model"])
@@ -45,22 +30,31 @@ def test_predictions_change_no_token_and_are_accepted(mode: str, kind: str):
     changed = [(token + 1) % 61 if place == 11 else token for place, token in enumerate(plain[0])]
     predictions = [changed, [], random_prompts([40], seed=3)[0], plain[3][10:], plain[4]]
 
-    def decoded(predictions: list[list[int]]) -> tuple[list[Request], Origins]:
-        drafter, origins = Suffix(runner, 3), Origins()
+    def decoded(predictions: list[list[int]]) -> tuple[list[Request], list[tuple[int, int]]]:
+        """Return requests, and of each the drafts copied from its prediction, and those of them that were accepted."""
+        drafter, progress, predicted = Suffix(runner, 3), Progress(), [(0, 0)] * 5
+
+        def count(request: Request, outcome: Outcome, n_kept: int) -> None:
+            n_predicted = min(request.n_predicted, len(outcome.drafts))
+            assert {*outcome.drafts[:n_predicted]} <= {*request.prediction}
+            drafted, accepted = predicted[request.id]
+            predicted[request.id] = drafted + n_predicted, accepted + min(n_predicted, len(outcome.block) - 1)
+
+        progress.decoded = count
         if kind == "beside a model":
             cache = StreamingKVCache(model.config, 3, 8, 2, dtype=model.dtype)
             drafter = Combined(runner, SelfSpeculation(runner, cache, 3), [drafter], least_match=2)
-        decoder = Decoder(runner, drafter=drafter, verification=mode, progress=origins)
+        decoder = Decoder(runner, drafter=drafter, verification=mode, progress=progress)
         each = enumerate(zip(prompts, predictions, strict=True))
         requests = [Request(prompt, 24, (), sampling, i, prediction=text) for i, (prompt, text) in each]
         decode(decoder, *requests)
         assert [request.tokens for request in requests] == plain
-        return requests, origins
+        return requests, predicted
 
-    (without, none), (with_, origins) = decoded([[]] * 5), decoded(predictions)
-    assert {*none.predicted.values()} == {(0, 0)} == {origins.predicted[1]}
+    (without, none), (with_, predicted) = decoded([[]] * 5), decoded(predictions)
+    assert {*none} == {(0, 0)} == {predicted[1]}
     for i in (0, 3, 4):
-        drafted, accepted = origins.predicted[i]
+        drafted, accepted = predicted[i]
         assert 0 < accepted <= drafted <= with_[i].counts.drafted
         assert with_[i].counts.rounds < without[i].counts.rounds
     assert with_[4].counts.rounds <= 9 and with_[1].counts.rounds == without[1].counts.rounds
@@ -74,7 +68,7 @@ def reading(chat_checkpoint) -> Iterator[Served]:
 
 @pytest.mark.parametrize("how", [{"temperature": 0}, {"temperature": 0.7, "seed": 11}], ids=["greedy", "sampled"])
 def test_a_server_drafts_by_a_prediction(reading: Served, how: dict[str, Any]):
-    ask = OpenAI(base_url=f"{reading.url}/v1", api_key="any", max_retries=0).chat.completions.create
+    ask = reading.openai.chat.completions.create
     how = {"model": "m", "messages": CHAT["messages"], "max_tokens": 40, **how}
     plain = ask(**how, extra_body={"speculate": False})
     assert plain.usage.completion_tokens_details is None

@@ -35,10 +35,6 @@ def with_id(drafts: Drafts, token: int, row: int = -1) -> Drafts:
     return drafts._replace(tokens=tokens)
 
 
-def with_length(drafts: Drafts, length: int) -> Drafts:
-    return drafts._replace(lengths=torch.tensor([2, length]))
-
-
 WRONG: dict[str, Callable[[Drafts], Any]] = {
     "no drafts": lambda drafts: drafts.tokens,
     "tokens: float": lambda drafts: drafts._replace(tokens=drafts.tokens.double()),
@@ -47,7 +43,7 @@ WRONG: dict[str, Callable[[Drafts], Any]] = {
     "tokens: an id below 0": lambda drafts: with_id(drafts, -1),
     "tokens: an id behind the last": lambda drafts: with_id(drafts, V, row=0),
     "lengths: float": lambda drafts: drafts._replace(lengths=torch.ones(2)),
-    "lengths: above gamma": lambda drafts: with_length(drafts, GAMMA + 1),
+    "lengths: above gamma": lambda drafts: drafts._replace(lengths=torch.tensor([2, GAMMA + 1])),
     "probs: integers": lambda drafts: drafts._replace(probs=torch.ones(2, GAMMA, V, dtype=torch.int64)),
 }
 
@@ -70,6 +66,15 @@ def careless(runner: ModelRunner) -> Careless:
     return Careless(ModelRunner(runner.model, full_cache(runner.model, 2)), GAMMA)
 
 
+def finish(decoder: Decoder, requests: list[Request]) -> None:
+    """Decode on; assert that greedy requests have the tokens of plain decoding."""
+    decode(decoder)
+    assert all(request.finish_reason == "length" for request in requests)
+    if requests[0].sampling.greedy:
+        prompts, limits = [request.prompt for request in requests], [request.limit for request in requests]
+        assert [request.tokens for request in requests] == recomputed(tiny_model(), prompts, limits)
+
+
 @pytest.mark.parametrize("kind,mode", [*zip(WRONG, cycle(["greedy", "rejection", "coupled"]), strict=False)])
 def test_wrong_drafts_are_an_error_that_names_the_drafter(kind, mode):
     """Once the drafter is right again, so is all else."""
@@ -84,12 +89,8 @@ def test_wrong_drafts_are_an_error_that_names_the_drafter(kind, mode):
         assert name.startswith("Careless.propose") and field == kind.partition(":")[0] * (":" in kind)
         assert [request.tokens for request in requests] == emitted
     drafter.change = None
-    decode(decoder)
-    assert all(request.finish_reason == "length" for request in requests)
+    finish(decoder, requests)
     assert all(request.counts.acceptance_rate == 1.0 for request in requests)
-    if mode == "greedy":
-        prompts, limits = [request.prompt for request in requests], [request.limit for request in requests]
-        assert [request.tokens for request in requests] == recomputed(tiny_model(), prompts, limits)
 
 
 def test_a_replayed_draft_with_wrong_ids_is_an_error():
@@ -103,9 +104,7 @@ def test_a_replayed_draft_with_wrong_ids_is_an_error():
     with pytest.raises(ConfigError, match=r"Careless\.propose: tokens"):
         decoder.step()
     added[1] = 0
-    decode(decoder)
-    prompts, limits = [request.prompt for request in requests], [request.limit for request in requests]
-    assert [request.tokens for request in requests] == recomputed(tiny_model(), prompts, limits)
+    finish(decoder, requests)
 
 
 class Guessing(Suffix):
@@ -133,5 +132,4 @@ def test_wrong_guesses_are_an_error_that_names_the_text_drafter(tokens, beside_m
         decoder.step()
     assert [request.tokens for request in requests] == emitted
     guessing[0].tokens = ()
-    decode(decoder)
-    assert all(request.finish_reason == "length" for request in requests)
+    finish(decoder, requests)

@@ -54,9 +54,7 @@ def test_every_process_gets_a_gpu_with_a_number(machine, monkeypatch, where, wan
         return
     chosen, joined = [], []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(_get_device_index(device)))
-    monkeypatch.setattr(
-        dist, "init_process_group", lambda *given, **options: joined.append((*given, options["device_id"]))
-    )
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, device_id, **_: joined.append((*given, device_id)))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: where[3])
     assert start_ranks(resolve_device(wanted)).device == torch.device(given)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import benchmark
-from tests.support.rank_jobs import Job, Models, read_rows, started
+from tests.support.programs import ROOT, benchmark
+from tests.support.rank_jobs import LAUNCHER, EndedOnRanks, Job, Models, launched, read_rows
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
 N_LONGER = 4
@@ -22,11 +22,17 @@ LONGER = f"--num_prompts {N_LONGER} --gen_len 40 --save_rows"
 def speculating(models: Models, rows: Path, victim: int) -> Iterator[tuple[Job, int]]:
     """Start a run on two ranks, and wait for the baseline's rows and the first others; yield the id of a rank, too."""
     flags = models.arguments("selfspec", f"{LONGER} {rows} --rank_timeout 5")
-    with started(rows.parent, "selfspec", flags) as job:
+    with launched(rows.parent, [*LAUNCHER, str(ROOT / "tests/selfspec_benchmark.py"), *flags], {}) as job:
         job.until(lambda: rows.exists() and rows.read_bytes().count(b"\n") > N_LONGER, "rows")
         pid = job.rank(victim)
         assert pid is not None
         yield job, pid
+
+
+def require_first(ended: EndedOnRanks, rank: int, exit_code: int) -> None:
+    """Require no traceback, no output, and `rank` as the first to fail."""
+    assert ended.out == "" and "Traceback" not in ended.ours, ended.err
+    assert re.search(rf"rank +: {rank} .*\s+exitcode +: {exit_code} ", ended.first_to_fail), ended.err
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
@@ -41,9 +47,8 @@ def test_rows_survive_a_rank_that_is_killed(victim: int, models: Models, tmp_pat
         os.kill(pid, signal.SIGKILL)
         ended = job.end(30)
         job.until(lambda: not job.processes(), "all processes gone", 5)
-    assert ended.out == ""
-    assert re.search(rf"rank +: {victim} .*\s+exitcode +: -9 \(pid: {pid}\)", ended.first_to_fail), ended.err
-    assert "Traceback" not in ended.ours and rows.read_bytes().startswith(seen)
+    require_first(ended, victim, -9)
+    assert rows.read_bytes().startswith(seen)
     kept = read_rows(rows)
     assert N_LONGER < len(kept) < len(expected), "killed in the middle of the speculation"
     assert kept == {key: expected[key] for key in kept}
@@ -58,5 +63,6 @@ def test_a_rank_that_answers_no_more_ends_the_run(models: Models, tmp_path: Path
         job.until(lambda: f"Sending process {pid} closing signal SIGTERM" in job.err, "torchrun's turn", 15)
         os.kill(pid, signal.SIGCONT)
         ended = job.end(15)
-    assert ended.message("0", 3).count("error: ") == 1 and "rank 0 lost another rank" in ended.err, ended.err
+    require_first(ended, 0, 3)
+    assert ended.ours.count("error: ") == 1 and "rank 0 lost another rank" in ended.err, ended.err
     assert len(read_rows(tmp_path / "rows")) > N_LONGER

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,21 +52,12 @@ def test_tokens_and_counts_are_those_of_one_process(n_ranks, selection, checkpoi
 
 def test_a_rank_uses_the_memory_of_its_shard(tmp_path):
     """A rank keeps only its shard, packed or not: no view keeps the whole file, and no weight is stored twice."""
-
-    class Part:
-        shard = Shard(1, 2)
-
-        def all_reduce(self, x):
-            return x
-
-        def gather(self, x, widths):
-            return x
-
+    part = SimpleNamespace(shard=Shard(1, 2), all_reduce=lambda x: x, gather=lambda x, widths: x)
     config = replace(TINY, n_kv_head=4)
     save_checkpoint(tmp_path / "model.pth", config, tiny_model(config).state_dict())
-    n_parameters = shard_config(config, Part.shard).n_parameters
-    model = load_model(tmp_path, config=config, dtype=torch.float64, exchange=Part())
+    n_parameters = shard_config(config, part.shard).n_parameters
+    model = load_model(tmp_path, config=config, dtype=torch.float64, exchange=part)
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     assert sum(storages.values()) == 8 * n_parameters
-    packed = load_model(tmp_path, config=config, exchange=Part())
+    packed = load_model(tmp_path, config=config, exchange=part)
     assert sum(tensor.numel() for tensor in (*packed.parameters(), *packed.buffers())) == n_parameters

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from convert_hf_checkpoint import convert
 from engine import Decoder, ModelRunner, Request, SamplingParams
 from engine.drafters.ngram import NGram
-from engine.requests import Outcome, Progress
+from engine.requests import Progress
 from engine.sampling.grammars import Grammar, Grammars
 from models import load_model
 from models.checkpoints.reasoning import CLOSE, OPEN, TAGS, parted
@@ -141,16 +141,6 @@ def test_drafts_change_no_answer(mode, model, tokenizer, grammars):
     assert mode != "coupled" or any(graph.replays for graph in graphs)
 
 
-class Accepted(Progress):
-    """Keeps each round's accepted drafts."""
-
-    def __init__(self) -> None:
-        self.drafts: list[list[int]] = []
-
-    def decoded(self, request: Request, outcome: Outcome, n_kept: int) -> None:
-        self.drafts.append(outcome.block[:-1])
-
-
 @pytest.mark.parametrize("mode", ["coupled", "rejection"])
 def test_a_grammar_begins_after_reasoning_that_ends_among_drafts(mode, model, tokenizer, grammars):
     """Reasoning has begun, or may begin. Its end is among accepted drafts, with tokens of the grammar after it."""
@@ -158,7 +148,8 @@ def test_a_grammar_begins_after_reasoning_that_ends_among_drafts(mode, model, to
     likely = ((opening, 8.0), (closing, 2.0))
     texts: dict[str, list[list[int]]] = {}
     for kind in ("none", "streaming"):
-        runner, ended = ModelRunner(model, full_cache(model, 3, 300)), Accepted()
+        runner, progress, accepted = ModelRunner(model, full_cache(model, 3, 300)), Progress(), list[list[int]]()
+        progress.decoded = lambda request, outcome, n_kept, accepted=accepted: accepted.append(outcome.block[:-1])
         drafter = Drafters(runner, 4, Size(3, 300, n_kept=2, window=14, dtype=torch.float64))(kind)
         ways = [replace(way, temperature=1.0, logit_bias=likely) for way in WAYS[:3]]
         given = [*zip(PROMPTS, ways, [True, None, True], [JSON, JSON, PLATE], strict=False)]
@@ -166,12 +157,12 @@ def test_a_grammar_begins_after_reasoning_that_ends_among_drafts(mode, model, to
             Request(tokenizer.encode(prompt), 200, [END], way, i, grammar=grammars.start(*spec, reasons))
             for i, (prompt, way, reasons, spec) in enumerate(given)
         ]
-        decode(Decoder(runner, drafter=drafter, verification=mode, progress=ended), *requests)
+        decode(Decoder(runner, drafter=drafter, verification=mode, progress=progress), *requests)
         for request, (_, _, reasons, spec) in zip(requests, given, strict=True):
             reasoning, answer = parted(tokenizer.decode(request.tokens), reasons, is_last=True)
             assert request.finish_reason == "stop" and closing in request.tokens, (reasoning, answer)
             require(answer, spec)
-        assert kind == "none" or any(closing in drafts[:-1] for drafts in ended.drafts)
+        assert kind == "none" or any(closing in drafts[:-1] for drafts in accepted)
         texts[kind] = [request.tokens for request in requests]
     assert mode == "rejection" or texts["streaming"] == texts["none"]
 

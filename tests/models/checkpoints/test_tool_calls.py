@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai import OpenAI
 
 from models.checkpoints.chat_template import _compiled
 from models.checkpoints.reasoning import parted, reasons_after
@@ -194,7 +193,7 @@ def saying(served: Served, alone: Alone, monkeypatch):
 
 
 def test_openais_client_gets_calls_and_answers_them(served: Served, saying):
-    client = OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
+    client = served.openai
     how = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "temperature": 0, "stop": ["ELSE"], "max_tokens": 40}
     saying(SAYS)
     (choice,) = client.chat.completions.create(**how).choices

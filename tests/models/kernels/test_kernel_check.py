@@ -1,4 +1,5 @@
-"""Kernels are checked before they are used: a wrong build is found, and the next right build takes its place."""
+"""Kernels are checked before they are used: a wrong build is found, and the next right build takes its place. Tiles of
+AMX are emulated on any CPU with AVX512-BF16, and real where the CPU has them."""
 
 import os
 import platform
@@ -6,15 +7,20 @@ import subprocess
 from functools import cache, partial
 from importlib import import_module
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from models.attention import check as attention_check
 from models.attention.select import refusal
 from models.kernels import build as cpp_build
+from models.kernels import linear_check, linear_cpp
 from models.kernels.check import Case
+from models.kernels.packed_linear import PackedLinear
+from models.kernels.row_bits import CHUNK
 from tests.support.machine import needs_bfloat16_products, needs_cpp_compiler, needs_vnni
 from tests.support.programs import run_here
 
@@ -67,7 +73,7 @@ def test_the_linear_kernel_compiles_for_cpus_with_avx512(flag: str) -> None:
     assert subprocess.run([*command, str(source)], cwd=cpp_build.ROOT, capture_output=True).returncode == 0
 
 
-def attention_of(build: str, storage: torch.dtype) -> list[torch.Tensor]:
+def attention_of(build: str, storage: torch.dtype) -> list[Tensor]:
     """Return what a build computes from bfloat16 queries over entries of a dtype."""
     backend = attention_check.candidate(cpp_build.open_library(cpp_build.build_library("attention", build)))
     shapes = product((*attention_check.SHAPES, *attention_check.PADDED_SHAPES), attention_check.BLOCKS[:2])
@@ -86,6 +92,60 @@ def test_products_of_int8_in_amx_have_the_bits_of_vnni():
 def test_amx_has_the_bits_of_its_emulation(storage):
     pairs = zip(attention_of("AMX", storage), attention_of("emulated AMX", storage), strict=True)
     assert all(torch.equal(found, wanted) for found, wanted in pairs)
+
+
+@cache
+def function_of(build: str) -> Any:
+    return linear_cpp.function_of(cpp_build.open_library(cpp_build.build_library("linear", build)))
+
+
+def product_of(build: str, layer: linear_check.Layer, x: Tensor) -> Tensor:
+    return linear_cpp.linear(x, layer.packed, layer.bits, linear_check.D_OUT, layer.scale, None, function_of(build))
+
+
+def layer_and_rows(bits: int, n_row: int) -> tuple[linear_check.Layer, Tensor]:
+    x = torch.randn(n_row, linear_check.D_IN, generator=torch.Generator().manual_seed(n_row)).bfloat16()
+    return next(layer for layer in linear_check.layers() if layer.bits == bits), x
+
+
+@needs_bfloat16_products
+@pytest.mark.parametrize("n_row", [15, 16, 17, 31, 32, 48, 97, 130])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_row_in_tiles_has_the_bits_that_it_has_alone(bits, n_row):
+    """Rows share tiles, groups of tiles, and panels with a few rows after the last full one."""
+    layer, x = layer_and_rows(bits, n_row)
+    some = sorted({0, n_row // 2, n_row - 1})
+    alone = torch.cat([product_of("emulated AMX", layer, x[row, None]) for row in some])
+    assert torch.equal(product_of("emulated AMX", layer, x)[some], alone)
+
+
+@needs_bfloat16_products
+def test_integers_in_tiles_have_the_bits_of_vnni():
+    layer, x = layer_and_rows(8, 37)
+    assert torch.equal(product_of("emulated AMX", layer, x), product_of("native", layer, x))
+
+
+@pytest.mark.skipif("AMX" not in cpp_build.builds_of(cpp_build.KERNELS["linear"]), reason="this CPU has no AMX")
+@pytest.mark.parametrize("n_row", [1, 37])
+def test_tiles_have_the_bits_of_their_emulation(n_row):
+    layer, x = layer_and_rows(16, n_row)
+    assert torch.equal(product_of("AMX", layer, x), product_of("emulated AMX", layer, x))
+
+
+@needs_bfloat16_products
+def test_chunks_of_prompts_are_multiplied_by_onednn_on_a_cpu_with_amx(monkeypatch):
+    """A bias, which the kernel takes in float32, is added in either."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(linear_cpp, "choose", lambda name: SimpleNamespace(build="AMX"))
+    monkeypatch.setattr(linear_cpp, "linear", partial(linear_cpp.linear, function=function_of("emulated AMX")))
+    weight, x = torch.randn(64, 96).bfloat16(), torch.randn(CHUNK, 96).bfloat16()
+    layer, in_onednn = PackedLinear(weight, weight[:, 0]), []
+    monkeypatch.setattr(layer, "multiply", lambda x: in_onednn.append(len(x)) or PackedLinear.multiply(layer, x))
+    rows, chunk, wanted = layer(x[:-1]), layer(x), torch.nn.functional.linear(x, weight, weight[:, 0])
+    assert in_onednn == [CHUNK]
+    assert (rows - wanted[:-1]).abs().max() <= 0.1 >= (chunk - wanted).abs().max()
+    monkeypatch.setattr(linear_cpp, "choose", lambda name: SimpleNamespace(build="native"))
+    assert PackedLinear(weight, None).kernel_weight is None, "without tiles of its own"
 
 
 @pytest.mark.slow
