@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -51,7 +51,8 @@ def candidate(library: ctypes.CDLL | str) -> AttentionBackend:
 def cases() -> Iterator[Case]:
     """Yield cases of queries in every dtype over entries in every storage: a token, a block and a chunk."""
     for dtype, storage in product(DTYPES, (*ENTRIES, IN_4_BITS)):
-        for shape, n_token in (*product(SHAPES, BLOCKS), *product(PADDED_SHAPES, BLOCKS[1:2]), *product(ODD_SHAPES, (2,))):
+        others = product(PADDED_SHAPES, BLOCKS[1:2]), product(ODD_SHAPES, (2,))
+        for shape, n_token in chain(product(SHAPES, BLOCKS), *others):
             yield from cases_of(dtype, storage, shape, n_token)
 
 
