@@ -70,7 +70,7 @@ def candidate(library: ctypes.CDLL) -> Multiply:
 
 
 def cases() -> Iterator[Case]:
-    """Yield cases of 1 to 97 rows with gaps between them, in groups of 1 to 12 rows and two panels: products, and whether
+    """Yield cases of 1 to 97 rows with gaps between them, in groups of 1 to 12 and in two panels: products, and whether
     a row has equal bits alone."""
     for layer, dtype, n_row in product(layers(), ALLOWED, (1, 2, 3, 4, 5, 13, 17, 19, 33, 97)):
         if dtype not in layer.dtypes:
