@@ -48,10 +48,13 @@ inline vec load(const bfloat16* p) {
     std::memcpy(&bits, p, sizeof bits);
     return (vec)(__builtin_convertvector(bits, uvec) << 16);
 }
-// Loads W bytes as numbers of 32 bits. GCC 12 widens 8 bytes one by one.
+// Loads W bytes as numbers of 32 bits. GCC 12 widens bytes in many steps.
 template <typename Byte>
 inline ivec widened(const Byte* p) {
-#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(AMX)
+#if defined(__AVX512F__)
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+    return (ivec)(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__) && !defined(AMX)
     const __m128i bytes = _mm_loadl_epi64((const __m128i*)p);
     return (ivec)(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #else
