@@ -179,7 +179,8 @@ def _prompt(row: object, path: Path, number: int) -> Prompt:
         text = "\n\n".join(filter(None, parts)) if all(isinstance(part, str) for part in parts) else None
     turns: list[Any] = text if isinstance(text, list) else [text]
     if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        seen = f"line {number}: {sorted(row) if isinstance(row, dict) else type(row).__name__}"
+        kind = sorted(row) if isinstance(row, dict) else type(row).__name__
+        seen = f"line {number}: {'an empty text' if turns and all(isinstance(x, str) for x in turns) else kind}"
         required = "a text under `prompt` or `context`, or a list of texts under `turns`, none of them empty"
         raise unreadable(path, seen, required, "prompts")
     id_, category = (next((values[key] for key in keys if key in values), None) for keys in (ID_KEYS, CATEGORY_KEYS))
