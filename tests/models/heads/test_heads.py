@@ -161,6 +161,7 @@ BAD = {
     "another depth": dflash("num_target_layers", num_target_layers=8),
     "layers out of order": dflash("[2, 0, 4]", target_layer_ids=[2, 0, 4]),
     "no mask": dflash("mask_token_id", mask_token_id=None),
+    "a setting that is not known": dflash("tree_width", dflash_config={"mask_token_id": 3, "tree_width": 2}),
     "an option of the other layout": dflash("sample_from_anchor", sample_from_anchor=True),
     "a recurrent state from masks": chained("anchor", "dspark", markov_head_type="rnn", sample_from_anchor=False),
     "no Markov bias": chained("markov_head.markov_w1.weight", "dspark"),
