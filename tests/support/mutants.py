@@ -27,7 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 300  # for the tests of a bug
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "results", "*.pth", "*.gguf")
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "WITNESS_SCENARIOS": "200", "LLAMA_SCENARIOS": "20"}
+SCENARIOS = {"WITNESS_SCENARIOS": "200", "LLAMA_SCENARIOS": "20", "INTERRUPTIONS": "300"}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"} | SCENARIOS
 
 
 @dataclass(frozen=True)
