@@ -272,8 +272,7 @@ def argmax(scores: Tensor) -> Tensor:
     """
     if scores.device.type != "cpu" or scores.shape[-1] % PIECE:
         return scores.argmax(dim=-1)
-    wide = scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
-    pieces = wide.unflatten(-1, (-1, PIECE))
+    pieces = scores.unflatten(-1, (-1, PIECE))
     first = pieces.amax(dim=-1).argmax(dim=-1)
     return first * PIECE + pieces.take_along_dim(first[..., None, None], dim=-2).squeeze(-2).argmax(dim=-1)
 

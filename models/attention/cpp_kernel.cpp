@@ -1,10 +1,11 @@
 // Attention of a few query tokens over a long KV cache on a CPU: one pass over keys and values, softmax on the way.
 //
 // A task is a KV head of a row, a part of its slots, and a block of its query rows (the tokens and the heads that share
-// the KV head), so an entry is read once for a whole block. Slots are read in tiles. Keys and values of a tile
-// are rearranged in registers into words of 32 bits: one float32, two bfloat16 or four int8, which one or two instructions
-// multiply and add (see Products); values that need no other order stay where they are. The arithmetic of a query row does not depend on the other rows of its block, nor
-// on their number: verifying T tokens gives the bits of decoding them one by one.
+// the KV head), so an entry is read once for a whole block. Slots are read in tiles. Keys and values of a tile are
+// rearranged in registers into words of 32 bits: one float32, two bfloat16 or four int8, which one or two instructions
+// multiply and add (see Products); values that need no other order stay where they are. The arithmetic of a query row
+// does not depend on the other rows of its block, nor on their number: verifying T tokens gives the bits of decoding
+// them one by one.
 
 #include <algorithm>
 #include <cmath>

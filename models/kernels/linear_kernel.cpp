@@ -3,8 +3,9 @@
 // Weights lie in blocks of 32 outputs, and in a block by steps along the inputs, so that a block is one stretch of
 // memory: a step is two vectors, with a word of 32 bits for each output (two bfloat16, four int8, eight int4). A block
 // meets all rows of x, in groups whose sums fill the registers; a vector of AVX2 has half of a block's vector. For x in
-// float32, weights in float32 or bfloat16 lie in blocks of 16 outputs, in the order of inputs; codes of 4 bits are unpacked
-// to such blocks of float32, one (or with AVX-512 two) at a time. A sum runs over the inputs in the same order for any number of rows, and threads share blocks, not sums: a row's bits depend on nothing but the row.
+// float32, weights in float32 or bfloat16 lie in blocks of 16 outputs, in the order of inputs; codes of 4 bits are
+// unpacked to such blocks of float32, one (or with AVX-512 two) at a time. A sum runs over the inputs in the same order
+// for any number of rows, and threads share blocks, not sums: a row's bits depend on nothing but the row.
 
 #include <algorithm>
 #include <cstdint>
