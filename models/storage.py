@@ -29,16 +29,20 @@ def auto_dtype(device: str, source: ModelSource) -> tuple[torch.dtype, str]:
     """
     if device != "cpu":
         return torch.bfloat16, "on a GPU"
-    if not torch.cpu._is_avx512_bf16_supported():  # nor AMX: oneDNN emulates such products
-        return torch.float32, "this CPU has no instructions for products of bfloat16"
+    if torch.cpu._is_avx512_bf16_supported():
+        how = "which this CPU multiplies"
+    elif linear_cpp.multiplies_bfloat16(linear_cpp.SMALLEST):
+        how = "which kernels widen to float32 on this CPU"
+    else:
+        return torch.float32, "bfloat16 is slow on this CPU"
     if not source.has_text:
-        return torch.bfloat16, "which this CPU multiplies; random weights"
+        return torch.bfloat16, f"{how}; random weights"
     published = source.published
     if wider := sorted(WIDER.intersection(published)):
         return torch.float32, f"published in {' and '.join(wider)}"
     if not published:
         return torch.float32, "the conversion does not say how the model was published; convert it again"
-    return torch.bfloat16, f"which this CPU multiplies; published in {' and '.join(published)}"
+    return torch.bfloat16, f"{how}; published in {' and '.join(published)}"
 
 
 def auto_draft_weights(
@@ -78,7 +82,8 @@ def model_bytes(
     """
     head, linear = config.vocab_size * config.dim, config.n_layer * config.n_linear_weights_per_layer
     if quantize is None:
-        repacked = head if config.tie_embeddings and can_pack(device, dtype) else 0
+        is_packed = can_pack(device, dtype, (config.vocab_size, config.dim))
+        repacked = head if config.tie_embeddings and is_packed else 0
         repacked += head + linear if packs_twice(device, dtype) else 0
         in_16_bits = _n_halved(config, published) if dtype == torch.float32 and can_pack(device, dtype) else 0
         return (config.n_parameters + repacked) * dtype.itemsize - 2 * in_16_bits

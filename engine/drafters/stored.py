@@ -132,7 +132,8 @@ def largest_shard(config: ModelConfig, group: Sequence[int]) -> ModelConfig:
 def step_bytes(weights: Weights, group: Sequence[int], device: str) -> int:
     """Return the bytes of weights that a decode step reads on that rank: all but the table of token embeddings."""
     config = largest_shard(weights.config, group)
-    is_head = config.tie_embeddings and weights.quantize is None and not can_pack(device, weights.dtype)
+    head = config.vocab_size, config.dim
+    is_head = config.tie_embeddings and weights.quantize is None and not can_pack(device, weights.dtype, head)
     table = 0 if is_head else config.vocab_size * config.dim * weights.dtype.itemsize
     is_plain = weights.quantize is None and weights.dtype == torch.float32 and can_pack(device, weights.dtype)
     saved = coded_bytes_saved(config, weights.source.published) if is_plain else 0

@@ -213,7 +213,7 @@ def advise(first: int, end: int, advice: str) -> None:
 def pack_model(model: Transformer) -> None:
     """Pack all linear layers of a Transformer; a tied head gets a packed copy, the embedding stays."""
     embedding = model.tok_embeddings.weight
-    if model.output is None and can_pack(embedding.device, embedding.dtype):
+    if model.output is None and can_pack(embedding.device, embedding.dtype, embedding.shape):
         model.output = PackedLinear(embedding, None)
     pack_linears(model)
 

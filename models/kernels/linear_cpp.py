@@ -15,6 +15,7 @@ from models.kernels.build import BuildError, choose, use_kernel
 from models.kernels.calls import call
 
 BLOCK = 32  # outputs that are stored together; inputs that share a scale in 4 bits
+SMALLEST = (BLOCK, BLOCK)  # shape of a weight
 FLOAT_BLOCK = 16  # outputs that are stored together if the layer's inputs are in float32
 CODED = 1  # in the place of a number of bits: codes of 4 bits, multiplied as the float32 that they stand for
 
@@ -47,14 +48,6 @@ def runs() -> bool:
     return _kernel() is not None
 
 
-def multiplies_best(weight: Tensor) -> bool:
-    """True if the kernel multiplies bfloat16 weights of this shape by instructions for bfloat16, and in tiles of AMX if
-    there are any."""
-    if not torch.cpu._is_avx512_bf16_supported() or not takes(weight):
-        return False
-    return not torch.cpu._is_amx_tile_supported() or choose("linear").build == "AMX"
-
-
 def multiplies_floats(shape: Sequence[int]) -> bool:
     """True if the kernel multiplies float32 by weights of this shape in float32 or bfloat16, in place of oneDNN.
 
@@ -62,6 +55,12 @@ def multiplies_floats(shape: Sequence[int]) -> bool:
     """
     matches_onednn = torch.cpu._is_avx512_bf16_supported() or not torch.cpu._is_avx512_supported()
     return matches_onednn and takes_shape(shape)
+
+
+def multiplies_bfloat16(shape: Sequence[int]) -> bool:
+    """True if the kernel multiplies bfloat16 by weights of this shape in bfloat16, in place of oneDNN: by instructions
+    for bfloat16, in tiles of AMX if there are any, or widened to float32."""
+    return multiplies_floats(shape) and (not torch.cpu._is_amx_tile_supported() or choose("linear").build == "AMX")
 
 
 def pack_words(weight: Tensor, block: int = BLOCK) -> Tensor:

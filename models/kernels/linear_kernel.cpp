@@ -2,10 +2,11 @@
 //
 // Weights lie in blocks of 32 outputs, and in a block by steps along the inputs, so that a block is one stretch of
 // memory: a step is two vectors, with a word of 32 bits for each output (two bfloat16, four int8, eight int4). A block
-// meets all rows of x, in groups whose sums fill the registers; a vector of AVX2 has half of a block's vector. For x in
-// float32, weights in float32 or bfloat16 lie in blocks of 16 outputs, in the order of inputs; codes of 4 bits are
-// unpacked to such blocks of float32, one (or with AVX-512 two) at a time. A sum runs over the inputs in the same order
-// for any number of rows, and threads share blocks, not sums: a row's bits depend on nothing but the row.
+// meets all rows of x, in groups whose sums fill the registers; a vector of AVX2 has half of a block's vector, and
+// multiplies bfloat16 in float32, half of a block at a time. For x in float32, weights in float32 or bfloat16 lie in
+// blocks of 16 outputs, in the order of inputs; codes of 4 bits are unpacked to such blocks of float32, one (or with
+// AVX-512 two) at a time. A sum runs over the inputs in the same order for any number of rows, and threads share blocks,
+// not sums: a row's bits depend on nothing but the row.
 
 #include <algorithm>
 #include <cstdint>
@@ -396,9 +397,9 @@ inline void multiply_block(const Call<Number>& call, const float* x, int64_t x_r
 template <int N, bool CODED = false, typename Number>
 void multiply_floats(const Call<Number>& call, int n_thread) {
     constexpr bool IS_FLOAT = sizeof(Number) == 4;
-    constexpr int BLOCK = IS_FLOAT ? FLOAT_OUTPUTS : OUTPUTS, V = std::max(2, BLOCK / W);  // at least two vectors of outputs
-    constexpr int BLOCKS = V * W / BLOCK;
-    constexpr int ROWS = W == 16 ? 12 : N == 1 ? 6 : 8 / V;  // rows of a group, whose sums fill the registers
+    constexpr int BLOCK = IS_FLOAT ? FLOAT_OUTPUTS : OUTPUTS;
+    constexpr int V = 2, ROWS = W == 16 ? 12 : N == 1 ? 6 : 4;  // vectors of outputs, and rows, whose sums fill the registers
+    constexpr int BLOCKS = std::max(1, V * W / BLOCK), PARTS = BLOCK * BLOCKS / (V * W);  // of a block
     const int64_t block_bytes = CODED ? call.n_in / GROUP * CODED_GROUP : call.n_in * BLOCK * 4 / N;
     const int64_t vector_bytes = BLOCKS == 1 ? 4 * W : CODED ? sizeof(Line) * call.n_in : block_bytes;
 #pragma omp parallel num_threads(n_thread)
@@ -407,7 +408,7 @@ void multiply_floats(const Call<Number>& call, int n_thread) {
         const std::unique_ptr<float[]> widened(IS_FLOAT ? nullptr : new float[std::min(PANEL, call.n_row) * call.n_in]);
         for (int64_t first = 0; first < call.n_row; first += PANEL) {
             const int64_t last = std::min(first + PANEL, call.n_row), n_group = (last - first + ROWS - 1) / ROWS;
-            const int64_t per_group = (last - first + n_group - 1) / n_group, group_bytes = BLOCKS * block_bytes / n_group;
+            const int64_t per_group = (last - first + n_group - 1) / n_group, group_bytes = BLOCKS * block_bytes / PARTS / n_group;
             const int prefetch_bytes = CODED ? 0 : (4 * V * W + n_group - 1) / n_group;  // each group prefetches a part
             const float* x = widened.get();
             int64_t x_row = call.n_in;
@@ -419,7 +420,10 @@ void multiply_floats(const Call<Number>& call, int n_thread) {
                         store(widened.get() + (row - first) * x_row + i, load(call.x + row * call.x_row + i));
 #pragma omp for schedule(static) nowait
             for (int64_t output = 0; output < call.n_out; output += V * W) {
-                const char *weights = call.weights + output / BLOCK * block_bytes, *next = weights + BLOCKS * block_bytes;
+                const int64_t part = output % BLOCK / (V * W);
+                const char* weights = call.weights + output / BLOCK * block_bytes;
+                const char* next = weights + BLOCKS * block_bytes + part * block_bytes / PARTS;
+                weights += part * 4 * V * W;
                 if constexpr (CODED) {
                     for (int64_t b = 0; b < BLOCKS; ++b) {
                         float* to = unpacked[b * call.n_in].numbers;

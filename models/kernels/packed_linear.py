@@ -1,5 +1,7 @@
 """Linear layers with weights packed for a CPU once: for `models.kernels.linear_cpp`, or in oneDNN's blocked layout."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -55,13 +57,13 @@ def _packed(weight: Tensor) -> tuple[Tensor | None, int]:
 
     Weights in float32 that 4 or 16 bits hold are stored in these, and multiplied in float32.
     """
-    if weight.dtype == torch.float32 and weight.device.type == "cpu" and linear_cpp.multiplies_floats(weight.shape):
+    if weight.dtype == torch.float32 and linear_cpp.multiplies_floats(weight.shape):
         if (codes := linear_cpp.pack_codes(weight)) is not None:
             return codes, linear_cpp.CODED
         if (rounded := _rounded_exactly(weight)) is not None:
             return linear_cpp.pack_words(rounded, linear_cpp.FLOAT_BLOCK), 16
         return linear_cpp.pack_words(weight, linear_cpp.FLOAT_BLOCK), 32
-    if weight.dtype == torch.bfloat16 and linear_cpp.multiplies_best(weight):
+    if weight.dtype == torch.bfloat16 and linear_cpp.multiplies_bfloat16(weight.shape):
         return linear_cpp.pack_words(weight), 16
     return None, 0
 
@@ -84,12 +86,17 @@ class PackedExperts(nn.Module):
         return looped(x, self.experts, counts)
 
 
-def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
-    """True if this PyTorch build and processor have a packed kernel for weights of `dtype`."""
+def can_pack(device: torch.device | str, dtype: torch.dtype, shape: Sequence[int] = linear_cpp.SMALLEST) -> bool:
+    """True if this PyTorch build and processor have a packed kernel for weights of `dtype` and `shape`."""
     if torch.device(device).type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    native_bfloat16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return dtype == torch.float32 or native_bfloat16
+    if dtype == torch.bfloat16:
+        return linear_cpp.multiplies_bfloat16(shape) or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32
+
+
+def _is_packable(weight: Tensor) -> bool:
+    return can_pack(weight.device, weight.dtype, weight.shape)
 
 
 def packs_twice(device: torch.device | str, dtype: torch.dtype) -> bool:
@@ -100,9 +107,9 @@ def packs_twice(device: torch.device | str, dtype: torch.dtype) -> bool:
 def pack_linears(module: nn.Module) -> None:
     """Replace every packable nn.Linear and StackedExperts below `module` and release its weight."""
     for name, child in list(module.named_children()):
-        if not isinstance(child, (nn.Linear, StackedExperts)) or not can_pack(child.weight.device, child.weight.dtype):
-            pack_linears(child)
-        elif isinstance(child, StackedExperts):
+        if isinstance(child, StackedExperts) and _is_packable(child.weight.chunk(child.n_expert)[0]):
             setattr(module, name, PackedExperts(child))
-        else:
+        elif isinstance(child, nn.Linear) and _is_packable(child.weight):
             setattr(module, name, PackedLinear(child.weight, child.bias))
+        else:
+            pack_linears(child)

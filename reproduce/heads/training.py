@@ -20,7 +20,6 @@ from models.checkpoints.manifest import CONFIG, atomic_path, write_text
 from models.heads.dflash import DFlashHead, DFlashShape
 from models.heads.eagle import EagleHead, EagleShape
 from models.heads.loading import published
-from models.kernels.packed_linear import can_pack
 from reproduce.heads.examples import Examples, Window, chosen, stacked
 from reproduce.heads.forwards import dflash_logits, eagle_logits
 
@@ -183,7 +182,7 @@ def train(
         optimizer.load_state_dict(saved["optimizer"])
         done, before, curve = saved["step"], saved["seconds"], saved["curve"]
         say(f"continuing after step {done}")
-    in_bfloat16 = device.type == "cuda" or can_pack(device, torch.bfloat16)
+    in_bfloat16 = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     started = last_saved = perf_counter()
 
     def seconds() -> float:

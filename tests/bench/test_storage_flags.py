@@ -48,6 +48,14 @@ def test_a_target_is_stored_in_a_dtype_that_loses_nothing(device, bfloat16, publ
     assert chosen == dtype
 
 
+@pytest.mark.parametrize(("kernels", "avx512", "dtype"), [(1, 0, "bfloat16"), (1, 1, "float32"), (0, 0, "float32")])
+def test_a_cpu_with_avx2_alone_widens_bfloat16_in_kernels(kernels, avx512, dtype, cpu, monkeypatch) -> None:
+    cpu(False, kernels)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert auto_dtype("cpu", SimpleNamespace(has_text=True, published=["Q4_1"]))[0] == getattr(torch, dtype)
+
+
 DRAFTS = [({}, "int8"), ({"dtype": torch.float64}, None), ({"linears": [(128, 64), (64, 92)]}, None)]
 DRAFTS += [({"published": ["Q4_1", "Q8_0"]}, "int4"), ({"published": ["AWQ4", "bfloat16"]}, "int8")]
 DRAFTS += [({"published": ["Q4_1"], "linears": [(128, 64), (64, 24)]}, "int8")]

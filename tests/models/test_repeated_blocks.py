@@ -22,7 +22,7 @@ from models.kernels.quantize import quantize_linears
 from models.llama import Block, run_in_turn, select_layers
 from models.repeated_blocks import repeat_blocks
 from models.tensor_parallel import Joined
-from tests.support.machine import needs_bfloat16_products, needs_cpp_compiler
+from tests.support.machine import needs_bfloat16_layers, needs_cpp_compiler
 from tests.support.tiny import tiny_model
 
 pytestmark = [
@@ -130,7 +130,7 @@ def test_every_layer_of_every_cache_gets_its_entries(called, new_cache):
     assert n_called(called, repeating(packed_model()), new_cache) == 2  # forwards
 
 
-IN_BFLOAT16 = pytest.param("bfloat16", marks=needs_bfloat16_products)
+IN_BFLOAT16 = pytest.param("bfloat16", marks=needs_bfloat16_layers)
 
 
 @pytest.mark.parametrize("scheme", ["plain", "codes", "int8", "int4", IN_BFLOAT16])

@@ -11,7 +11,7 @@ from models.kernels import linear_cpp, quantize
 from models.kernels.packed_linear import PackedLinear
 from models.kernels.quantize import GROUP, Int4Linear, Int8Linear, quantize_groups
 from tests.support.fake_cuda_linear import cuda_linears
-from tests.support.machine import needs_bfloat16_products, needs_int8
+from tests.support.machine import needs_bfloat16_layers, needs_int8
 
 
 def weight_and_input(d_out: int, d_in: int, n_row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +96,7 @@ def test_a_quantised_model_is_close(scheme, most, dtype):
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize(
-    "new_layer", [Int8Linear, Int4Linear, pytest.param(PackedLinear, marks=needs_bfloat16_products)]
+    "new_layer", [Int8Linear, Int4Linear, pytest.param(PackedLinear, marks=needs_bfloat16_layers)]
 )
 def test_a_row_that_is_not_finite_stays_so_and_alone(new_layer, value):
     weight, x = weight_and_input(128, 192, 3, torch.bfloat16)
