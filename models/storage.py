@@ -93,22 +93,12 @@ def model_bytes(
 
 def _n_halved(config: ModelConfig, published: Sequence[str]) -> int:
     """Return how many weights of a float32 model this CPU keeps in 16 bits: those of layers with suitable shapes, if it
-    was published in bfloat16. Codes of 4 bits are not counted on: whether they hold a layer shows when it is read."""
+    was published in bfloat16."""
     if set(published) != {"bfloat16"}:
         return 0
     shapes = expected_shapes(config) | {"output.weight": (config.vocab_size, config.dim)}
     del shapes["tok_embeddings.weight"]
     return sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2 and linear_cpp.multiplies_floats(shape))
-
-
-def coded_bytes_saved(config: ModelConfig, published: Sequence[str]) -> int:
-    """Return how many bytes fewer a step of a float32 model reads on this CPU if codes of 4 bits, of 0.75 bytes each,
-    hold the blocks' weights: those of a GGUF in Q4_1."""
-    if set(published) != {"Q4_1", "Q8_0"}:
-        return 0
-    blocks = (shape for name, shape in expected_shapes(config).items() if name.startswith("layers."))
-    coded = (shape for shape in blocks if len(shape) == 2 and linear_cpp.multiplies_floats(shape))
-    return round(3.25 * sum(map(math.prod, coded)))
 
 
 def resolve_device(name: str) -> str:

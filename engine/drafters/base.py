@@ -114,7 +114,7 @@ def check_gamma(gamma: int, window: int, field: str = "gamma", budget: str = "dr
     `block` tokens. field, budget: the options that set gamma and the cache's size."""
     if max(gamma + 1, block) > window:
         what = "the draft's cache has no room for a verification block"
-        seen, needed = f"gamma {gamma}, room for {window} tokens", f"room for {max(gamma + 1, block)} tokens"
+        seen, needed = f"gamma {gamma}, room for {max(window, 0)} tokens", f"room for {max(gamma + 1, block)} tokens"
         fix = f"lower {flag(field)}, or use a larger {flag(budget)} or a longer window"
         raise ConfigError(what, f"{flag(field)} and {flag(budget)}", seen, needed, fix)
 

@@ -21,7 +21,7 @@ from models.kernels.pointwise_cpp import pointwise_for
 from models.llama import attention_spec
 from models.names import Backend
 from models.repeated_blocks import repeat_blocks
-from models.storage import coded_bytes_saved, model_bytes
+from models.storage import model_bytes
 from models.tensor_parallel import ModelRanks, Shard, shard_config
 
 
@@ -135,9 +135,7 @@ def step_bytes(weights: Weights, group: Sequence[int], device: str) -> int:
     head = config.vocab_size, config.dim
     is_head = config.tie_embeddings and weights.quantize is None and not can_pack(device, weights.dtype, head)
     table = 0 if is_head else config.vocab_size * config.dim * weights.dtype.itemsize
-    is_plain = weights.quantize is None and weights.dtype == torch.float32 and can_pack(device, weights.dtype)
-    saved = coded_bytes_saved(config, weights.source.published) if is_plain else 0
-    return weights_bytes(weights, group, device) - table - saved
+    return weights_bytes(weights, group, device) - table
 
 
 def weights_bytes(weights: Weights, group: Sequence[int], device: str) -> int:

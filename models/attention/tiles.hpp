@@ -89,7 +89,8 @@ inline void tile_scores(const float* q, const float* keys_t, const float* steps,
 template <int N, int D, typename P>
 inline void tile_values(const float* weights, const float* values, const float* steps, Ahead& ahead, float* out) {
     constexpr int V = 4 * N + 4 <= REGISTERS ? 4 : 2, WORDS = TILE / P::PACK;
-    ahead.begin(N, D / (V * W) * P::PLANES * WORDS);
+    constexpr int EVERY = REGISTERS == 32 ? 1 : 4;  // words between prefetches: AVX2's short steps wait for their branch
+    ahead.begin(N, D / (V * W) * P::PLANES * WORDS / EVERY);
     for (int at = 0; at < D; at += V * W) {
         typename P::Sum acc[N][V] = {};
         if constexpr (P::PLANES == 1) {
@@ -106,13 +107,13 @@ inline void tile_values(const float* weights, const float* values, const float* 
 #pragma GCC unroll 4
                     for (int v = 0; v < V; ++v) acc[m][v] = (typename P::Sum)((ivec)acc[m][v] << P::VALUE_SHIFT);
             for (int s = 0; s < WORDS; ++s) {
+                if (s % EVERY == 0) ahead.ask();
                 vec x[V];
 #pragma GCC unroll 4
                 for (int v = 0; v < V; v += P::APART) {
                     const vec words = load(values + (s * D + at + v * W) / P::APART);
                     each_part<P>([&](auto part) { x[v + part] = P::template part<part>(words); });
                 }
-                ahead.ask();
 #pragma GCC unroll 12
                 for (int m = 0; m < N; ++m) {
                     const float word = weights[(m * P::PLANES + plane) * WORDS + s];

@@ -30,11 +30,6 @@ inline Ints nearest(Floats x) { return _mm512_cvtps_epi32(x); }
 inline Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
 inline Ints lower_codes(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Ints upper_codes(Ints x) { return lower_codes(_mm512_srli_epi16(x, 4)); }
-// Codes of 4 bits: the lower halves of 8 bytes, then the upper ones.
-inline void load_codes(const char* p, Ints (&to)[1]) {
-    const __m128i bytes = _mm_loadl_epi64((const __m128i*)p), halves = _mm_unpacklo_epi64(bytes, _mm_srli_epi16(bytes, 4));
-    to[0] = _mm512_cvtepu8_epi32(_mm_and_si128(halves, _mm_set1_epi8(15)));
-}
 inline Floats lower_bfloat16(Ints x) { return (Floats)_mm512_slli_epi32(x, 16); }
 inline Floats upper_bfloat16(Ints x) { return (Floats)_mm512_and_si512(x, _mm512_set1_epi32(0xffff0000)); }
 
@@ -102,10 +97,6 @@ inline Ints nearest(Floats x) { return _mm256_cvtps_epi32(x); }
 inline Floats to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
 inline Ints lower_codes(Ints x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 inline Ints upper_codes(Ints x) { return lower_codes(_mm256_srli_epi16(x, 4)); }
-inline void load_codes(const char* p, Ints (&to)[2]) {
-    const Ints bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
-    to[0] = lower_codes(bytes), to[1] = _mm256_srli_epi32(bytes, 4);
-}
 inline Floats lower_bfloat16(Ints x) { return (Floats)_mm256_slli_epi32(x, 16); }
 inline Floats upper_bfloat16(Ints x) { return (Floats)_mm256_and_si256(x, _mm256_set1_epi32(0xffff0000)); }
 

@@ -42,10 +42,6 @@ def layers() -> Iterator[Layer]:
     for numbers in halved, weight:
         packed = linear_cpp.pack_words(numbers, linear_cpp.FLOAT_BLOCK)
         yield Layer(8 * numbers.itemsize, packed, None, numbers, dtypes=(torch.float32,))
-    numbers = coded_weight()
-    codes = linear_cpp.pack_codes(numbers)
-    assert codes is not None
-    yield Layer(linear_cpp.CODED, codes, None, numbers, dtypes=(torch.float32,))
     q, scale = quantize(weight, torch.int8)
     yield Layer(8, linear_cpp.pack_int8(q), scale, q * scale[:, None], D_IN)
     q, scale, low = quantize_groups(weight)
@@ -53,15 +49,6 @@ def layers() -> Iterator[Layer]:
     step, zero = (x.float()[..., None] for x in grid)
     numbers = ((q.unflatten(1, (-1, GROUP)) - 8) * step + zero).flatten(1)
     yield Layer(4, linear_cpp.pack_int4(q, *grid), None, numbers, GROUP)
-
-
-def coded_weight() -> Tensor:
-    """Return weights in float32 that codes of 4 bits hold, as a GGUF has them in Q4_1."""
-    random = torch.Generator().manual_seed(1)
-    codes = torch.randint(16, (D_OUT, D_IN // linear_cpp.BLOCK, linear_cpp.BLOCK), generator=random)
-    codes[..., 0], codes[..., 1] = 0, 15
-    scale, zero = (torch.randn(*codes.shape[:2], 1, generator=random).half().float() for _ in range(2))
-    return (codes * scale.abs() + zero).flatten(1)
 
 
 def candidate(library: ctypes.CDLL) -> Multiply:

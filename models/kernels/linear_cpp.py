@@ -17,7 +17,6 @@ from models.kernels.calls import call
 BLOCK = 32  # outputs that are stored together; inputs that share a scale in 4 bits
 SMALLEST = (BLOCK, BLOCK)  # shape of a weight
 FLOAT_BLOCK = 16  # outputs that are stored together if the layer's inputs are in float32
-CODED = 1  # in the place of a number of bits: codes of 4 bits, multiplied as the float32 that they stand for
 
 
 @functools.cache
@@ -69,36 +68,6 @@ def pack_words(weight: Tensor, block: int = BLOCK) -> Tensor:
     return weight.unflatten(1, (-1, 4 // weight.itemsize)).unflatten(0, (-1, block)).transpose(1, 2).contiguous()
 
 
-def pack_codes(weight: Tensor) -> Tensor | None:
-    """Pack float32 `[d_out, d_in]` as codes of 4 bits, for layers with inputs in float32; None unless every number of a
-    BLOCK of inputs is `code * scale + zero` with a scale in float16, and its codes reach from 0 to 15, as llama.cpp
-    quantises to Q4_1 without an importance matrix.
-
-    Returns: `[d_out / FLOAT_BLOCK, d_in / BLOCK, 384]` bytes: 256 of codes, then scales and zeros in float32.
-    """
-    packed = []
-    for piece in weight.split(64 * FLOAT_BLOCK):  # copies of a whole weight would be large
-        if (codes := _pack_piece(piece)) is None:
-            return None
-        packed.append(codes)
-    return torch.cat(packed)
-
-
-def _pack_piece(weight: Tensor) -> Tensor | None:
-    """Return the packed codes of some outputs; None if codes do not hold their weights."""
-    groups = weight.unflatten(1, (-1, BLOCK))
-    zero, top = groups.aminmax(dim=2, keepdim=True)
-    scale = ((top - zero) / 15).half().float()
-    codes = ((groups - zero) / scale.clamp(min=1e-12)).round_().clamp_(0, 15)
-    if not torch.equal(codes * scale + zero, groups):
-        return None
-    # Outputs i and 8 + i of a block share bytes.
-    halves = codes.to(torch.uint8).unflatten(0, (-1, 2, FLOAT_BLOCK // 2)).permute(0, 3, 4, 2, 1)
-    grids = (grid[..., 0].unflatten(0, (-1, FLOAT_BLOCK)).transpose(1, 2).contiguous() for grid in (scale, zero))
-    codes_of_two = (halves[..., 0] | halves[..., 1] << 4).flatten(2)
-    return torch.cat([codes_of_two, *(grid.view(torch.uint8) for grid in grids)], dim=2)
-
-
 def pack_int8(q: Tensor) -> Tensor:
     """Pack `[d_out, d_in]` int8 for the kernel as bytes around 128: blocks of outputs, in a block fours of inputs."""
     unsigned = (q.to(torch.int16) + 128).to(torch.uint8)
@@ -128,7 +97,6 @@ def linear(
     """Multiply `x [..., d_in]` by packed weights transposed, and add the bias, `[d_out]` float32, in the dtype of `x`.
 
     32 and 16 bits, from `pack_words`: products are added in float32. 32 bits are for `x` in float32 alone.
-    CODED, from `pack_codes`, for `x` in float32 alone: results have the bits of those by 32 bits.
     8 bits, with a `scale [d_out]` float32: each row of x is rounded to 8 bits; integers are added exactly.
     4 bits: each BLOCK of a row of x is rounded to 8 bits.
     function: another build's kernel, to check it.

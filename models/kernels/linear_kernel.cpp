@@ -4,9 +4,8 @@
 // memory: a step is two vectors, with a word of 32 bits for each output (two bfloat16, four int8, eight int4). A block
 // meets all rows of x, in groups whose sums fill the registers; a vector of AVX2 has half of a block's vector, and
 // multiplies bfloat16 in float32, half of a block at a time. For x in float32, weights in float32 or bfloat16 lie in
-// blocks of 16 outputs, in the order of inputs; codes of 4 bits are unpacked to such blocks of float32, one (or with
-// AVX-512 two) at a time. A sum runs over the inputs in the same order for any number of rows, and threads share blocks,
-// not sums: a row's bits depend on nothing but the row.
+// blocks of 16 outputs, in the order of inputs. A sum runs over the inputs in the same order for any number of rows, and
+// threads share blocks, not sums: a row's bits depend on nothing but the row.
 
 #include <algorithm>
 #include <cstdint>
@@ -336,27 +335,6 @@ void multiply(const Call<Number>& call, int n_thread) {
 }
 
 constexpr int FLOAT_OUTPUTS = 16;  // outputs of a block, for x in float32
-struct alignas(64) Line { float numbers[FLOAT_OUTPUTS]; };
-constexpr int CODED_GROUP = FLOAT_OUTPUTS * GROUP / 2 + 8 * FLOAT_OUTPUTS;  // bytes: codes, then scales, then zeros
-
-// Writes a block of float32, code * scale + zero. Outputs i and 8 + i share bytes. Prefetches the block of codes that lies
-// `ahead` bytes after this one.
-inline void unpack_block(const char* codes, int64_t n_in, int64_t ahead, float* __restrict to) {
-    for (int64_t i = 0; i < n_in; i += GROUP, codes += CODED_GROUP) {
-        for (int at = 0; at < CODED_GROUP; at += 64) _mm_prefetch(codes + ahead + at, _MM_HINT_T1);
-        constexpr int V = FLOAT_OUTPUTS / W;
-        const float *scale = (const float*)(codes + 8 * GROUP), *zero = scale + FLOAT_OUTPUTS;
-        Floats scales[V], zeros[V];
-        for (int v = 0; v < V; ++v) scales[v] = load(scale + W * v), zeros[v] = load(zero + W * v);
-#pragma GCC unroll 4
-        for (int input = 0; input < GROUP; ++input, to += FLOAT_OUTPUTS) {
-            Ints of_input[V];
-            load_codes(codes + 8 * input, of_input);
-#pragma GCC unroll 2
-            for (int v = 0; v < V; ++v) store(to + W * v, fused(to_floats(of_input[v]), scales[v], zeros[v]));
-        }
-    }
-}
 
 // Multiplies R rows of x, which are x_row numbers apart, by V vectors of outputs: their words are vector_bytes apart, and
 // step_bytes from one word of an output to its next. A word has N inputs: one float32, or two bfloat16.
@@ -393,23 +371,21 @@ inline void multiply_block(const Call<Number>& call, const float* x, int64_t x_r
 }
 
 // Multiplies x in float32 by weights in words of N inputs, [n_out / BLOCK, n_in / N, BLOCK], where BLOCK is 16 for x in
-// float32 and 32 for x in bfloat16, or in codes for one float32, [n_out / BLOCK, n_in / GROUP, CODED_GROUP] bytes.
-template <int N, bool CODED = false, typename Number>
+// float32 and 32 for x in bfloat16.
+template <int N, typename Number>
 void multiply_floats(const Call<Number>& call, int n_thread) {
     constexpr bool IS_FLOAT = sizeof(Number) == 4;
     constexpr int BLOCK = IS_FLOAT ? FLOAT_OUTPUTS : OUTPUTS;
     constexpr int V = 2, ROWS = W == 16 ? 12 : N == 1 ? 6 : 4;  // vectors of outputs, and rows, whose sums fill the registers
     constexpr int BLOCKS = std::max(1, V * W / BLOCK), PARTS = BLOCK * BLOCKS / (V * W);  // of a block
-    const int64_t block_bytes = CODED ? call.n_in / GROUP * CODED_GROUP : call.n_in * BLOCK * 4 / N;
-    const int64_t vector_bytes = BLOCKS == 1 ? 4 * W : CODED ? sizeof(Line) * call.n_in : block_bytes;
+    const int64_t block_bytes = call.n_in * BLOCK * 4 / N, vector_bytes = BLOCKS == 1 ? 4 * W : block_bytes;
 #pragma omp parallel num_threads(n_thread)
     {
-        const std::unique_ptr<Line[]> unpacked(CODED ? new Line[BLOCKS * call.n_in] : nullptr);
         const std::unique_ptr<float[]> widened(IS_FLOAT ? nullptr : new float[std::min(PANEL, call.n_row) * call.n_in]);
         for (int64_t first = 0; first < call.n_row; first += PANEL) {
             const int64_t last = std::min(first + PANEL, call.n_row), n_group = (last - first + ROWS - 1) / ROWS;
             const int64_t per_group = (last - first + n_group - 1) / n_group, group_bytes = BLOCKS * block_bytes / PARTS / n_group;
-            const int prefetch_bytes = CODED ? 0 : (4 * V * W + n_group - 1) / n_group;  // each group prefetches a part
+            const int prefetch_bytes = (4 * V * W + n_group - 1) / n_group;  // each group prefetches a part
             const float* x = widened.get();
             int64_t x_row = call.n_in;
             if constexpr (IS_FLOAT)
@@ -424,13 +400,6 @@ void multiply_floats(const Call<Number>& call, int n_thread) {
                 const char* weights = call.weights + output / BLOCK * block_bytes;
                 const char* next = weights + BLOCKS * block_bytes + part * block_bytes / PARTS;
                 weights += part * 4 * V * W;
-                if constexpr (CODED) {
-                    for (int64_t b = 0; b < BLOCKS; ++b) {
-                        float* to = unpacked[b * call.n_in].numbers;
-                        unpack_block(weights + b * block_bytes, call.n_in, BLOCKS * block_bytes, to);
-                    }
-                    weights = (const char*)unpacked.get();
-                }
                 for (int64_t row = first; row < last; row += per_group, next += group_bytes)
                     with_rows<ROWS>(std::min(per_group, last - row), [&](auto size) {
                         multiply_block<size, N, V>(call, x + (row - first) * x_row, x_row, row, output, weights,
@@ -457,7 +426,6 @@ int multiply(int64_t storage, const Call<Number>& call, int n_thread) {
     } else {
         if (storage == 16) return multiply_floats<2>(call, n_thread), 0;
         if (storage == 32) return multiply_floats<1>(call, n_thread), 0;
-        if (storage == 1) return multiply_floats<1, true>(call, n_thread), 0;
     }
     return 1;
 }
@@ -469,9 +437,8 @@ int multiply(int64_t storage, const Call<Number>& call, int n_thread) {
 extern "C" const char* foretoken_refusal() { return amx::refusal(); }
 #endif
 
-// Words of a call. storage: bits of a weight, 16, 8 or 4, and for x in float32 also 32, or 1 for codes of 4 bits that
-// stand for float32. Sizes: n_row, n_in and n_out (multiples of 32), elements from row to row of x. x and y are both
-// bfloat16 or both float32.
+// Words of a call. storage: bits of a weight, 16, 8 or 4, and for x in float32 also 32. Sizes: n_row, n_in
+// and n_out (multiples of 32), elements from row to row of x. x and y are both bfloat16 or both float32.
 struct Linear {
     int64_t storage, is_bfloat16, n_row, n_in, n_out, x_row;
     const void *x, *weights;

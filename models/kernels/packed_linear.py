@@ -55,11 +55,9 @@ class PackedLinear(nn.Module):
 def _packed(weight: Tensor) -> tuple[Tensor | None, int]:
     """Return a weight packed for the project's kernel and its bits, or None if oneDNN is to multiply it.
 
-    Weights in float32 that 4 or 16 bits hold are stored in these, and multiplied in float32.
+    Weights in float32 that 16 bits hold are stored in these, and multiplied in float32.
     """
     if weight.dtype == torch.float32 and linear_cpp.multiplies_floats(weight.shape):
-        if (codes := linear_cpp.pack_codes(weight)) is not None:
-            return codes, linear_cpp.CODED
         if (rounded := _rounded_exactly(weight)) is not None:
             return linear_cpp.pack_words(rounded, linear_cpp.FLOAT_BLOCK), 16
         return linear_cpp.pack_words(weight, linear_cpp.FLOAT_BLOCK), 32

@@ -52,16 +52,9 @@ def called(monkeypatch) -> list[Block]:
 
 
 def packed_model(config: ModelConfig = CONFIG, scheme: str = "plain") -> Transformer:
-    """Return a model whose linear layers are packed for kernels: in 8 bits where oneDNN would run them. codes: of
-    weights that Q4_1 holds. bfloat16: a model in bfloat16."""
+    """Return a model whose linear layers are packed for kernels: in 8 bits where oneDNN would run them.
+    bfloat16: a model in bfloat16."""
     model = tiny_model(config, dtype=torch.bfloat16 if scheme == "bfloat16" else DTYPE)
-    if scheme == "codes":
-        for weight in (x for x in model.layers.parameters() if x.dim() == 2 and x.shape[1] > 2):
-            groups = weight.unflatten(1, (-1, linear_cpp.BLOCK))
-            low, high = groups.aminmax(dim=2, keepdim=True)
-            scale = ((high - low) / 15).half().float()
-            codes = ((groups - low) / scale).round().clamp(0, 15)
-            weight.copy_((codes * scale + low.half().float()).flatten(1))
     if scheme in ("int8", "int4") or (scheme != "bfloat16" and not linear_cpp.multiplies_floats((32, 32))):
         quantize_linears(model.layers, "int4" if scheme == "int4" else "int8")
     pack_linears(model.layers)
@@ -133,7 +126,7 @@ def test_every_layer_of_every_cache_gets_its_entries(called, new_cache):
 IN_BFLOAT16 = pytest.param("bfloat16", marks=needs_bfloat16_layers)
 
 
-@pytest.mark.parametrize("scheme", ["plain", "codes", "int8", "int4", IN_BFLOAT16])
+@pytest.mark.parametrize("scheme", ["plain", "int8", "int4", IN_BFLOAT16])
 def test_norms_biases_windows_and_quantised_layers(called, scheme):
     config = replace(CONFIG, qk_norm=True, qkv_bias=True, mlp_bias=True, sliding_window=12)
     new_cache = partial(full, torch.bfloat16 if scheme == "bfloat16" else DTYPE)

@@ -13,7 +13,6 @@ from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculatio
 from kv_cache import FullKVCache, StreamingKVCache
 from models import ModelConfig, load_model
 from models.kernels import linear_cpp
-from models.kernels.linear_check import D_IN, D_OUT, coded_weight
 from models.kernels.packed_linear import PackedLinear, can_pack
 from models.kernels.pointwise import EAGER
 from models.kernels.quantize import Int4Linear, Int8Linear
@@ -96,18 +95,6 @@ def test_float32_layers_are_in_16_bits_where_these_hold_the_weights():
         assert layer.kernel_weight.dtype == (torch.bfloat16 if exact else torch.float32) and layer.onednn_weight is None
         assert (layer(x) - expected).abs().max() < 1e-5
         assert not counts_that_differ(layer, x)
-
-
-@pytest.mark.skipif(not linear_cpp.multiplies_floats((32, 32)), reason="oneDNN multiplies float32 here")
-def test_float32_layers_are_in_4_bits_where_these_hold_the_weights():
-    """Products are those of float32, bit for bit; a single weight that is no code keeps its layer in 32 bits."""
-    weight, x = coded_weight(), torch.randn(112, D_IN, generator=torch.Generator().manual_seed(2))
-    layer, in_32_bits = PackedLinear(weight, weight[:, 0]), linear_cpp.pack_words(weight, linear_cpp.FLOAT_BLOCK)
-    assert layer.kernel_weight.nbytes == 0.75 * weight.numel() and layer.onednn_weight is None
-    assert torch.equal(layer(x), linear_cpp.linear(x, in_32_bits, 32, D_OUT, None, weight[:, 0].contiguous()))
-    assert not counts_that_differ(layer, x)
-    weight[-1, -1] += 2**-20
-    assert PackedLinear(weight, None).kernel_weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
