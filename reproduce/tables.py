@@ -73,7 +73,7 @@ def filled(page: Path) -> str:
     def make(place: re.Match) -> str:
         table, records = TABLES[place[2]], list[Record]()
         if file := table.get("file"):
-            records = selected(read_records(RESULTS / file), table.get("records", ()))[-table.get("last", 0) :]
+            records = selected(read_records(RESULTS / file), table.get("records", ()))
         source = f"{provenance_line(records, file, page)}\n\n" if file else ""
         rows, columns = made(place[2], records)
         return f"{place[1]}{source}{markdown(rows, shown(columns, rows))}\n{place[3]}"
