@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation
 from kv_cache import FullKVCache, StreamingKVCache
 from models import ModelConfig, load_model
+from models.experts import StackedExperts
 from models.kernels import linear_cpp
-from models.kernels.packed_linear import PackedLinear, can_pack
+from models.kernels.packed_linear import PackedLinear, can_pack, pack_linears
 from models.kernels.pointwise import EAGER
 from models.kernels.quantize import Int4Linear, Int8Linear
 from models.kernels.row_bits import CHUNK, MOST_TESTED, fewest_rows, multiply_rows
@@ -95,6 +96,24 @@ def test_float32_layers_are_in_16_bits_where_these_hold_the_weights():
         assert layer.kernel_weight.dtype == (torch.bfloat16 if exact else torch.float32) and layer.onednn_weight is None
         assert (layer(x) - expected).abs().max() < 1e-5
         assert not counts_that_differ(layer, x)
+
+
+@pytest.mark.parametrize("d_out", [96, 40], ids=["a kernel's", "no kernel's"])
+def test_bfloat16_layers_of_any_shape_can_be_packed(d_out):
+    """Where no kernel takes a shape, and oneDNN packs no bfloat16, a layer stays as it is; so do experts."""
+    generator = torch.Generator().manual_seed(3)
+    parts, experts = nn.Sequential(nn.Linear(64, d_out)), StackedExperts(3, 64, d_out)
+    for parameter in (*parts.parameters(), *experts.parameters()):
+        nn.init.normal_(parameter, generator=generator)
+    parts.append(experts)
+    parts, x = parts.bfloat16(), torch.randn(5, 64, generator=generator).bfloat16()
+    counts = torch.tensor([2, 0, 3])
+    with torch.inference_mode():
+        before = parts[0](x), experts(x, counts)
+        pack_linears(parts)
+        for got, expected in zip((parts[0](x), parts[1](x, counts)), before, strict=True):
+            assert (got - expected).norm() < 0.01 * expected.norm()
+    assert isinstance(parts[0], PackedLinear) == can_pack("cpu", torch.bfloat16, (d_out, 64))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
