@@ -1,7 +1,7 @@
 // Products of entries with queries and with softmax weights, over words of 32 bits.
 #pragma once
 
-#include "models/attention/vectors.hpp"
+#include "models/kernels/vectors.hpp"
 
 namespace {
 
@@ -40,25 +40,24 @@ inline void transpose_keys(const Entry* keys, int64_t stride, int n, int n_word,
 
 // Products of entries with queries and with softmax weights, over words of PACK numbers. Queries and weights may be split
 // into PLANES, from the most significant to the least. A word of entries holds PACK * APART numbers; APART of them
-// are multiplied in turn. ROWS: the most query rows of a pass, whose sums fill the registers.
+// are multiplied in turn. ROWS: the most query rows of a pass, whose sums fill the registers. FLIPPED: the bits of a
+// key's word that are inverted.
 //
 // pack_query: computes the words [PLANES, D / PACK] of a query, the factor of its sums, and a number to subtract first.
 // pack_weights: computes the words [PLANES, TILE / PACK] of a tile's weights, and the factor of their sums.
-// interleave: packs a tile's values into words, [TILE / PACK, D / APART], in the order of dimensions of `interleaved`.
-// AsStored: the type of entries whose values are multiplied where they lie.
+// interleave: rearranges the words of a tile's n values, N each, in the order of dimensions of `interleaved`. Words after
+// n_word are 0.
 struct Products {
     static constexpr bool IN_AMX = false;
-    static constexpr int APART = 1, ROWS = 6;
-    typedef void AsStored;
+    static constexpr int PACK = 1, APART = 1, PLANES = 1, ROWS = 6, KEY_SHIFT = 0, VALUE_SHIFT = 0;
+    static constexpr uint32_t FLIPPED = 0;
 
     template <int PART>
     static vec part(vec words) { return words; }
 };
 
 struct Float32Products : Products {
-    static constexpr int PACK = 1, PLANES = 1, KEY_SHIFT = 0, VALUE_SHIFT = 0;
     typedef vec Sum;
-    typedef float AsStored;
 
     static Sum times_query(Sum sum, vec keys, float word) { return sum + broadcast(word) * keys; }
     static Sum times_weight(Sum sum, vec values, float word) { return sum + broadcast(word) * values; }
@@ -72,38 +71,25 @@ struct Float32Products : Products {
         std::memcpy(words, weights, TILE * sizeof(float));
         return 1;
     }
-    template <int D, typename Entry>
-    static void transpose(const Entry* keys, int64_t stride, int n, int dim, float* to) {
-        transpose_keys<D>(keys, stride, n, dim, to);
-    }
-    template <int D, typename Entry>
-    static void interleave(const Entry* values, int64_t stride, int n, int dim, float* to) {
-        if (n == TILE && dim == D) {
+    template <int N, typename Word>
+    static void interleave(const Word* values, int64_t stride, int n, int n_word, float* to) {
+        if (n == TILE && n_word == N) {
             for (int s = 0; s < TILE; ++s)
-                for (int d = 0; d < D; d += W) store(to + s * D + d, load(values + s * stride + d));
+                for (int d = 0; d < N; d += W) store(to + s * N + d, load(values + s * stride + d));
             return;
         }
         for (int s = 0; s < n; ++s)
-            for (int d = 0; d < D; d += W) store(to + s * D + d, load_first(values + s * stride + d, dim - d));
-        std::memset(to + n * D, 0, (TILE - n) * D * sizeof(float));
+            for (int d = 0; d < N; d += W) store(to + s * N + d, load_first(values + s * stride + d, n_word - d));
+        std::memset(to + n * N, 0, (TILE - n) * N * sizeof(float));
     }
 };
 
 // Entries in bfloat16, moved as words of two, and multiplied in float32.
 struct WidenedProducts : Float32Products {
     static constexpr int APART = 2, ROWS = REGISTERS == 32 ? 12 : 4;
-    typedef bfloat16 AsStored;
 
     template <int PART>
-    static vec part(vec words) { return PART ? (vec)((uvec)words & 0xffff0000) : (vec)((uvec)words << 16); }
-    template <int D>
-    static void transpose(const bfloat16* keys, int64_t stride, int n, int dim, float* to) {
-        transpose_keys<D / 2>((const float*)keys, stride / 2, n, dim / 2, to);
-    }
-    template <int D>
-    static void interleave(const bfloat16* values, int64_t stride, int n, int dim, float* to) {
-        Float32Products::interleave<D / 2>((const float*)values, stride / 2, n, dim / 2, to);
-    }
+    static vec part(vec words) { return PART ? upper_bfloat16((uvec)words) : lower_bfloat16((uvec)words); }
 };
 
 #if defined(__AVX512BW__) || defined(AMX)
@@ -124,7 +110,7 @@ struct InWords {
 
 // Words of two bfloat16: weights and queries are rounded to bfloat16.
 struct Bfloat16Words : Products {
-    static constexpr int PACK = 2, PLANES = 1, KEY_SHIFT = 0, VALUE_SHIFT = 0;
+    static constexpr int PACK = 2;
 
     static void pack(const float* from, float* words) {
 #if defined(__AVX512BF16__)
@@ -144,19 +130,14 @@ struct Bfloat16Words : Products {
         pack(weights, words);
         return 1;
     }
-    template <int D>
-    static void transpose(const bfloat16* keys, int64_t stride, int n, int dim, float* to) {
-        transpose_keys<D / 2>((const float*)keys, stride / 2, n, dim / 2, to);
-    }
-    template <int D>
-    static void interleave(const bfloat16* values, int64_t stride, int n, int dim, float* to) {
-        for (int s = 0; s < TILE; s += 2, to += D)
-            for (int d = 0; d < D; d += 2 * W) {
+    template <int N>
+    static void interleave(const float* values, int64_t stride, int n, int n_word, float* to) {
+        for (int s = 0; s < TILE; s += 2)
+            for (int d = 0; d < N; d += W, to += 2 * W) {
                 vec x[2];
-                for (int i = 0; i < 2; ++i)
-                    x[i] = s + i < n ? load_first((const float*)(values + (s + i) * stride + d), (dim - d) / 2) : vec{};
-                store(to + d, InWords<uint16_t>::mixed<false>(x[0], x[1]));
-                store(to + d + W, InWords<uint16_t>::mixed<true>(x[0], x[1]));
+                for (int i = 0; i < 2; ++i) x[i] = s + i < n ? load_first(values + (s + i) * stride + d, n_word - d) : vec{};
+                store(to, InWords<uint16_t>::mixed<false>(x[0], x[1]));
+                store(to + W, InWords<uint16_t>::mixed<true>(x[0], x[1]));
             }
     }
 };
@@ -166,19 +147,6 @@ struct Bfloat16Words : Products {
 struct Int8Words : Products {
     static constexpr int PACK = 4, PLANES = 2, KEY_SHIFT = 7, VALUE_SHIFT = 8;
 
-    static ivec nearest(vec x) {  // for less than 2^22
-#if defined(__AVX512F__)
-        return (ivec)_mm512_cvtps_epi32((__m512)x);
-#else
-        return (ivec)(x + broadcast(12582912.0f)) - (ivec)broadcast(12582912.0f);
-#endif
-    }
-    template <typename Byte>
-    static void put(Byte* to, ivec x) {
-        typedef Byte bytes __attribute__((vector_size(W)));
-        const bytes narrow = __builtin_convertvector(x, bytes);
-        std::memcpy(to, &narrow, sizeof narrow);
-    }
     // taken_off: what the products exceed by if keys count from -128.
     template <int D>
     static void pack_query(const float* q, float* words, float& step, int32_t& taken_off) {
@@ -194,43 +162,36 @@ struct Int8Words : Products {
         for (int d = 0; d < D; d += W) {
             const ivec x = nearest(load(q + d) * inverse);
             const ivec first = (x + (1 << (KEY_SHIFT - 1))) >> KEY_SHIFT;
-            put((int8_t*)words + d, first);
-            put((int8_t*)words + D + d, x - (first << KEY_SHIFT));
+            store_bytes((int8_t*)words + d, first);
+            store_bytes((int8_t*)words + D + d, x - (first << KEY_SHIFT));
             sum += x;
         }
-        uint32_t total = 0;
-        for (int lane = 0; lane < W; ++lane) total += sum[lane];
-        taken_off = 128 * total;
+        taken_off = 128 * sum_of_lanes((uvec)sum);
     }
     static float pack_weights(const float* weights, float* words) {
         const float largest = largest_lane(larger(load(weights), load(weights + W)));
         const vec inverse = broadcast(largest > 0 ? 65535 / largest : 0);
         for (int s = 0; s < TILE; s += W) {
             const ivec x = nearest(load(weights + s) * inverse);
-            put((uint8_t*)words + s, x >> VALUE_SHIFT);
-            put((uint8_t*)words + TILE + s, x & 255);
+            store_bytes((uint8_t*)words + s, x >> VALUE_SHIFT);
+            store_bytes((uint8_t*)words + TILE + s, x & 255);
         }
         return largest / 65535;
     }
-    template <int D>
-    static void transpose(const int8_t* keys, int64_t stride, int n, int dim, float* to) {
-        transpose_keys<D / 4>((const float*)keys, stride / 4, n, dim / 4, to);
-    }
-    template <int D>
-    static void interleave(const int8_t* values, int64_t stride, int n, int dim, float* to) {
+    template <int N>
+    static void interleave(const float* values, int64_t stride, int n, int n_word, float* to) {
         typedef InWords<uint8_t> Bytes;
         typedef InWords<uint16_t> Pairs;
-        for (int s = 0; s < TILE; s += 4, to += D)
-            for (int d = 0; d < D; d += 4 * W) {
+        for (int s = 0; s < TILE; s += 4)
+            for (int d = 0; d < N; d += W, to += 4 * W) {
                 vec x[4];
-                for (int i = 0; i < 4; ++i)
-                    x[i] = s + i < n ? load_first((const float*)(values + (s + i) * stride + d), (dim - d) / 4) : vec{};
+                for (int i = 0; i < 4; ++i) x[i] = s + i < n ? load_first(values + (s + i) * stride + d, n_word - d) : vec{};
                 const vec low[2] = {Bytes::mixed<false>(x[0], x[1]), Bytes::mixed<false>(x[2], x[3])};
                 const vec high[2] = {Bytes::mixed<true>(x[0], x[1]), Bytes::mixed<true>(x[2], x[3])};
-                store(to + d, Pairs::mixed<false>(low[0], low[1]));
-                store(to + d + W, Pairs::mixed<true>(low[0], low[1]));
-                store(to + d + 2 * W, Pairs::mixed<false>(high[0], high[1]));
-                store(to + d + 3 * W, Pairs::mixed<true>(high[0], high[1]));
+                store(to, Pairs::mixed<false>(low[0], low[1]));
+                store(to + W, Pairs::mixed<true>(low[0], low[1]));
+                store(to + 2 * W, Pairs::mixed<false>(high[0], high[1]));
+                store(to + 3 * W, Pairs::mixed<true>(high[0], high[1]));
             }
     }
 };
@@ -261,6 +222,7 @@ typedef WidenedProducts Bfloat16Products;
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 // Products in 8 bits, sums exact. The instruction takes an unsigned factor: keys count from -128.
 struct Int8Products : Int8Words {
+    static constexpr uint32_t FLIPPED = 0x80808080;
     typedef ivec Sum;
 
     static Sum times_query(Sum sum, vec keys, float word) {
@@ -268,11 +230,6 @@ struct Int8Products : Int8Words {
     }
     static Sum times_weight(Sum sum, vec values, float word) {
         return (ivec)_mm512_dpbusd_epi32((__m512i)sum, bits_of(word), (__m512i)values);
-    }
-    template <int D>
-    static void transpose(const int8_t* keys, int64_t stride, int n, int dim, float* to) {
-        Int8Words::transpose<D>(keys, stride, n, dim, to);
-        for (int i = 0; i < D / 4 * TILE; i += W) store(to + i, (vec)((ivec)load(to + i) ^ (int32_t)0x80808080));
     }
 };
 #else

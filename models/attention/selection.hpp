@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "models/attention/vectors.hpp"
+#include "models/kernels/vectors.hpp"
 
 namespace {
 
@@ -35,6 +35,37 @@ inline void best_chunks(const float* share, int64_t n_chunk, int64_t chunk, int6
     for (const int64_t i : best)
         for (int64_t slot = i * chunk; slot < std::min(end, (i + 1) * chunk) && n < n_chosen; ++slot) chosen[n++] = slot;
     std::fill(chosen + n, chosen + n_chosen, 0);
+}
+
+// Vectors of `size` elements of item_size bytes; narrows: float becomes bfloat16. Strides are those of keys and values,
+// rows, heads and slots, of the source and of the target.
+struct Copy {
+    int64_t item_size, narrows, n_row, n_head, n_chosen, size, from_stride[4], to_stride[4];
+    const void* from;
+    void* to;
+    const int64_t *from_rows, *to_rows, *chosen;
+    const bool* is_new;
+};
+
+// Copies vectors from the chosen slots of each row and head to the first slots of the target, in rows that are new,
+// except where a slot is EMPTY.
+template <typename From, typename To>
+void copy_chosen(const Copy& at, int n_thread) {
+#pragma omp parallel for num_threads(n_thread) schedule(dynamic, 1)
+    for (int64_t task = 0; task < 2 * at.n_row * at.n_head; ++task) {
+        const int64_t both = task / (at.n_row * at.n_head), row = task / at.n_head % at.n_row, head = task % at.n_head;
+        if (!at.is_new[row]) continue;
+        const int64_t *step = at.from_stride, *put = at.to_stride, *slots = at.chosen + (row * at.n_head + head) * at.n_chosen;
+        const From* source = (const From*)at.from + both * step[0] + at.from_rows[row] * step[1] + head * step[2];
+        To* target = (To*)at.to + both * put[0] + at.to_rows[row] * put[1] + head * put[2];
+        for (int64_t i = 0; i < at.n_chosen; ++i, target += put[3]) {
+            if (slots[i] == EMPTY) continue;
+            const From* ahead = source + std::max<int64_t>(slots[std::min(i + 8, at.n_chosen - 1)], 0) * step[3];
+            for (int64_t d = 0; d < at.size; d += 64 / sizeof(From)) __builtin_prefetch(ahead + d);
+            const From* vector = source + slots[i] * step[3];
+            for (int64_t d = 0; d < at.size; ++d) target[d] = To(vector[d]);
+        }
+    }
 }
 
 }  // namespace
@@ -104,46 +135,11 @@ int foretoken_keep_chosen(const Places* call, int n_thread) {
     return 0;
 }
 
-// Vectors of `size` elements of item_size bytes; narrows: float becomes bfloat16. Strides are those of keys and values,
-// rows, heads and slots, of the source and of the target.
-struct Copy {
-    int64_t item_size, narrows, n_row, n_head, n_chosen, size, from_stride[4], to_stride[4];
-    const void* from;
-    void* to;
-    const int64_t *from_rows, *to_rows, *chosen;
-    const bool* is_new;
-};
-
-}  // extern "C"
-
-namespace {
-
-// Copies vectors from the chosen slots of each row and head to the first slots of the target, in rows that are new,
-// except where a slot is EMPTY.
-template <typename From, typename To>
-void copy_chosen(const Copy& at, int n_thread) {
-#pragma omp parallel for num_threads(n_thread) schedule(dynamic, 1)
-    for (int64_t task = 0; task < 2 * at.n_row * at.n_head; ++task) {
-        const int64_t both = task / (at.n_row * at.n_head), row = task / at.n_head % at.n_row, head = task % at.n_head;
-        if (!at.is_new[row]) continue;
-        const int64_t *step = at.from_stride, *put = at.to_stride, *slots = at.chosen + (row * at.n_head + head) * at.n_chosen;
-        const From* source = (const From*)at.from + both * step[0] + at.from_rows[row] * step[1] + head * step[2];
-        To* target = (To*)at.to + both * put[0] + at.to_rows[row] * put[1] + head * put[2];
-        for (int64_t i = 0; i < at.n_chosen; ++i, target += put[3]) {
-            if (slots[i] == EMPTY) continue;
-            const From* ahead = source + std::max<int64_t>(slots[std::min(i + 8, at.n_chosen - 1)], 0) * step[3];
-            for (int64_t d = 0; d < at.size; d += 64 / sizeof(From)) __builtin_prefetch(ahead + d);
-            const From* vector = source + slots[i] * step[3];
-            for (int64_t d = 0; d < at.size; ++d) target[d] = To(vector[d]);
-        }
-    }
-}
-
-}  // namespace
-
-extern "C" int foretoken_copy_chosen(const Copy* call, int n_thread) {
+int foretoken_copy_chosen(const Copy* call, int n_thread) {
     if (call->narrows) return copy_chosen<float, bfloat16>(*call, n_thread), 0;
     if (call->item_size == 4) return copy_chosen<float, float>(*call, n_thread), 0;
     if (call->item_size == 2) return copy_chosen<bfloat16, bfloat16>(*call, n_thread), 0;
     return copy_chosen<int8_t, int8_t>(*call, n_thread), 0;
 }
+
+}  // extern "C"

@@ -146,10 +146,11 @@ inline void in_passes(int row, int n_row, const Pass& pass) {
 // 8 bits, else null.
 template <int D, typename Entry, typename P>
 struct Stored {
-    static constexpr int TILE_BYTES = TILE * D * sizeof(Entry);
-    const Entry *keys, *values;
-    int dim;
-    int64_t key_stride, value_stride;
+    static constexpr int IN_WORD = P::PACK * P::APART, N = D / IN_WORD, TILE_BYTES = TILE * D * sizeof(Entry);
+    typedef std::conditional_t<IN_WORD == 1, Entry, float> Word;
+    const Word *keys, *values;
+    int n_word;
+    int64_t key_stride, value_stride;  // in words
     const float *key_scales, *value_scales;
     int64_t scale_stride;
     // The words and factors of the block's queries, then buffers for a tile.
@@ -158,10 +159,10 @@ struct Stored {
     alignas(64) float tile[TILE * D / P::PACK], weight_words[BLOCK * P::PLANES * TILE / P::PACK], scales[TILE];
 
     Stored(const Call& at, int64_t row, int64_t head)
-        : keys((const Entry*)at.keys + row * at.key_row + head * at.key_head),
-          values((const Entry*)at.values + row * at.value_row + head * at.value_head), dim(at.head_dim),
-          key_stride(at.key_slot), value_stride(at.value_slot), key_scales(at.key_scales),
-          value_scales(at.value_scales), scale_stride(at.scale_slot) {
+        : keys((const Word*)((const Entry*)at.keys + row * at.key_row + head * at.key_head)),
+          values((const Word*)((const Entry*)at.values + row * at.value_row + head * at.value_head)),
+          n_word(at.head_dim / IN_WORD), key_stride(at.key_slot / IN_WORD), value_stride(at.value_slot / IN_WORD),
+          key_scales(at.key_scales), value_scales(at.value_scales), scale_stride(at.scale_slot) {
         if (key_scales) key_scales += row * at.scale_row + head * at.scale_head;
         if (value_scales) value_scales += row * at.scale_row + head * at.scale_head;
     }
@@ -206,18 +207,20 @@ struct Stored {
     }
     // Computes the scores of all query rows against the n slots of a tile, to [n_row, TILE].
     void scores(int n_row, int64_t start, int n, float* weights) {
-        const Entry* from = keys + start * key_stride;
-        P::template transpose<D>(from, key_stride, n, dim, tile);
+        const Word* from = keys + start * key_stride;
+        transpose_keys<N>(from, key_stride, n, n_word, tile);
+        if constexpr (P::FLIPPED != 0)
+            for (int i = 0; i < N * TILE; i += W) store(tile + i, (vec)((uvec)load(tile + i) ^ P::FLIPPED));
         score_tile(n_row, {from + TILE * key_stride, TILE_BYTES, n_row}, weights);
         if (key_scales) multiply(key_scales, start, n, n_row, weights);
     }
     void add(float* weights, int n_row, int64_t start, int n, float* out) {
-        const Entry* from = values + start * value_stride;
+        const Word* from = values + start * value_stride;
         if (value_scales) multiply(value_scales, start, n, n_row, weights);
         const Ahead next{from + TILE * value_stride, TILE_BYTES, n_row};
-        if constexpr (std::is_same_v<Entry, typename P::AsStored>)  // whole tiles need no copy
-            if (n == TILE && dim == D && value_stride == D) return add_tile(weights, n_row, (const float*)from, next, out);
-        P::template interleave<D>(from, value_stride, n, dim, tile);
+        if constexpr (P::PACK == 1 && std::is_same_v<Word, float>)  // whole tiles need no copy
+            if (n == TILE && n_word == N && value_stride == N) return add_tile(weights, n_row, from, next, out);
+        P::template interleave<N>(from, value_stride, n, n_word, tile);
         add_tile(weights, n_row, tile, next, out);
     }
     void finish(int n_row, float* out) {

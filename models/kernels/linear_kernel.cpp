@@ -7,15 +7,17 @@
 // blocks of 16 outputs, in the order of inputs. A sum runs over the inputs in the same order for any number of rows, and
 // threads share blocks, not sums: a row's bits depend on nothing but the row.
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <memory>
-#include <numeric>
-#include <type_traits>
-
 #if defined(__AVX2__) && defined(__FMA__)  // else the library has no function
-#include <immintrin.h>
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define LANES 16
+#else
+#define LANES 8
+#define WIDENED
+#endif
+
+#include <memory>
+
+#include "models/kernels/vectors.hpp"
 #if defined(AMX)
 #include "models/kernels/amx.hpp"
 #endif
@@ -25,18 +27,67 @@ namespace {
 constexpr int OUTPUTS = 32, GROUP = 32;  // outputs of a block; inputs that share a scale, where weights have 4 bits
 constexpr int64_t PANEL = 96;  // rows of x that meet all blocks before the next rows do: they stay in a core's L2
 
-struct bfloat16 { uint16_t bits; };
+inline uvec load_words(const char* p) { return (uvec)load((const float*)p); }
+inline uvec word_at(const void* p) {
+    uint32_t word;
+    std::memcpy(&word, p, sizeof word);
+    return word + uvec{};
+}
+inline uvec lower_codes(uvec x) { return x & 0x0f0f0f0f; }
+inline uvec upper_codes(uvec x) { return lower_codes(x >> 4); }
 
-#include "models/kernels/lanes.hpp"
+// Weights in 8 bits are bytes around 128. CENTRE is what their products count as 0: AVX2 multiplies bytes around 0.
+// ROWS: the most rows of x in a group, by the bits of a weight.
+#if LANES == 16
+constexpr int ROWS_16_AND_8 = 12, ROWS_4 = 6;
+constexpr uint32_t CENTRE = 128;
+
+inline void store(bfloat16* p, vec x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x)); }
+
+// Products in assembly: GCC 12 moves registers about around the intrinsic of the first.
+inline void add_products(uvec& sum, uvec weights, uvec x) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
+}
+inline void add_code_products(uvec& sum, uvec codes, uvec x) { add_products(sum, codes, x); }
+inline uvec sums_of_codes(uvec sum) { return sum; }
+#if !defined(WIDENED)
+inline void add_products(vec& sum, uvec weights, uvec x) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
+}
+#endif
+
+#else
+constexpr int ROWS_16_AND_8 = 4, ROWS_4 = 4;
+constexpr uint32_t CENTRE = 0;
+
+inline void store(bfloat16* p, vec x) {  // to the nearest, ties to even; a NaN stays one
+    const uvec bits = (uvec)x, up = bits + 0x7fff + (bits >> 16 & 1), kept = x == x ? up : bits | 0x400000;
+    const hvec upper = __builtin_convertvector(kept >> 16, hvec);
+    std::memcpy(p, &upper, sizeof upper);
+}
+
+// 16 bits hold the sums of a group's codes, 16 products of 15 and 127, and those of two products of 127 and 127.
+inline void add_code_products(uvec& sum, uvec codes, uvec x) {
+    sum = (uvec)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)codes, (__m256i)x));
+}
+inline uvec sums_of_codes(uvec sum) { return (uvec)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
+inline void add_products(uvec& sum, uvec weights, uvec x) {
+    const __m256i around_0 = (__m256i)(weights ^ 0x80808080);
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(around_0), _mm256_sign_epi8((__m256i)x, around_0));
+    sum += sums_of_codes((uvec)pairs);
+}
+#endif
 
 // A block's outputs are multiplied in pieces of two vectors: of 16 lanes, or of 8, from outputs W * piece on and from
 // 16 + W * piece on.
 constexpr int PIECES = 16 / W;
 
-// A call: x [n_row, n_in] and y [n_row, n_out], scales [n_out] of int8 weights, bias [n_out] or null.
+// Words of a call: x [n_row, n_in] and y [n_row, n_out], scales [n_out] of int8 weights, bias [n_out] or null. storage:
+// bits of a weight, 16, 8 or 4, and for x in float32 also 32. n_in, n_out: multiples of 32. x_row: elements from row to
+// row of x. Number: float or bfloat16.
 template <typename Number>
 struct Call {
-    int64_t n_row, n_in, n_out, x_row;
+    int64_t storage, is_bfloat16, n_row, n_in, n_out, x_row;
     const Number* x;
     const char* weights;
     const float *scales, *bias;
@@ -53,17 +104,18 @@ struct Rounded {
 // Rounds n numbers like models.kernels.quantize.round_to_uint8 and sums up the bytes. Returns the scale.
 template <typename Number>
 inline float round_to_int8(const Number* x, int64_t n, int8_t* to, uint32_t& sum) {
-    Floats top = spread(0.0f), nothing = top;  // 0, or NaN after a number that is not finite
+    vec top{}, nothing{};  // `nothing` becomes NaN after a number that is not finite
     for (int64_t i = 0; i < n; i += W) {
-        top = larger(magnitude(load(x + i)), top);
-        nothing = fused(load(x + i), spread(0.0f), nothing);
+        const vec number = load(x + i);
+        top = larger(larger(number, -number), top);
+        nothing += number * broadcast(0);
     }
     const float scale = std::max(largest_lane(top) / 127, 1e-12f) + sum_of_lanes(nothing);
-    Ints total = spread(0);
+    uvec total{};
     for (int64_t i = 0; i < n; i += W) {
-        const Ints rounded = subtract(nearest(load(x + i) / spread(scale) + spread(128.0f)), spread(128));
-        store_bytes(to + i, rounded);
-        total = add(total, rounded);
+        const uvec rounded = (uvec)nearest(load(x + i) / broadcast(scale) + broadcast(128)) - 128;
+        store_bytes(to + i, (ivec)rounded);
+        total += rounded;
     }
     sum = sum_of_lanes(total);
     return scale;
@@ -93,7 +145,7 @@ __attribute__((always_inline)) inline void add_steps(Sum (&sums)[R][2], const ch
     constexpr int STEP = 4 / sizeof(Value);  // inputs of a word of weights
     for (int64_t i = 0; i < n_in; i += STEP, weights += 128) {
         prefetch.step();
-        const Ints w0 = load_words(weights), w1 = load_words(weights + 64);
+        const uvec w0 = load_words(weights), w1 = load_words(weights + 64);
         // Unrolled, here and below: an array that a variable indexes lies in memory, not in registers.
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
@@ -105,11 +157,11 @@ __attribute__((always_inline)) inline void add_steps(Sum (&sums)[R][2], const ch
 }
 
 template <int R, typename Number>
-inline void put(const Call<Number>& call, int64_t row, int64_t output, const Floats (&sums)[R][2]) {
+inline void put(const Call<Number>& call, int64_t row, int64_t output, const vec (&sums)[R][2]) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
         const int64_t at = output + 16 * half;
-        const Floats bias = call.bias ? load(call.bias + at) : spread(0.0f);
+        const vec bias = call.bias ? load(call.bias + at) : broadcast(0.0f);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) store(call.y + (row + r) * call.n_out + at, sums[r][half] + bias);
     }
@@ -123,14 +175,14 @@ struct Bfloat16Weights {
 
     template <int R>
     static void multiply(const Call<bfloat16>& call, const Rounded&, int64_t row, int64_t block, int piece, Prefetch prefetch) {
-        Floats sums[R][2] = {};
+        vec sums[R][2] = {};
         const char* weights = call.weights + block * block_bytes(call.n_in) + 4 * W * piece;
         add_steps(sums, weights, call.x + row * call.x_row, call.x_row, call.n_in, prefetch);
         put(call, row, block * OUTPUTS + W * piece, sums);
     }
     static const bfloat16* row_of(const Call<bfloat16>& call, const Rounded&, int64_t row) { return call.x + row * call.x_row; }
-    static void finish(const Call<bfloat16>& call, const Rounded&, int64_t row, int64_t output, const Ints (&sums)[1][2]) {
-        put(call, row, output, {{(Floats)sums[0][0], (Floats)sums[0][1]}});
+    static void finish(const Call<bfloat16>& call, const Rounded&, int64_t row, int64_t output, const uvec (&sums)[1][2]) {
+        put(call, row, output, {{(vec)sums[0][0], (vec)sums[0][1]}});
     }
 };
 #endif
@@ -144,7 +196,7 @@ struct Int8Weights {
 
     template <int R, typename Number>
     static void multiply(const Call<Number>& call, const Rounded& x, int64_t row, int64_t block, int piece, Prefetch prefetch) {
-        Ints sums[R][2] = {};
+        uvec sums[R][2] = {};
         const char* weights = call.weights + block * block_bytes(call.n_in) + 4 * W * piece;
         add_steps(sums, weights, row_of(call, x, row), call.n_in, call.n_in, prefetch);
         finish(call, x, row, block * OUTPUTS + W * piece, sums);
@@ -152,15 +204,15 @@ struct Int8Weights {
     template <typename Number>
     static const int8_t* row_of(const Call<Number>& call, const Rounded& x, int64_t row) { return x.bytes.get() + row * call.n_in; }
     template <int R, typename Number>
-    static void finish(const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, const Ints (&sums)[R][2]) {
-        Floats y[R][2];
+    static void finish(const Call<Number>& call, const Rounded& x, int64_t row, int64_t output, const uvec (&sums)[R][2]) {
+        vec y[R][2];
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {
-                const Ints sum = subtract(sums[r][half], spread((int32_t)(CENTRE * x.sums[row + r])));
-                const Floats scale = load(call.scales + output + 16 * half) * spread(x.scales[row + r]);
-                y[r][half] = to_floats(sum) * scale;
+                const uvec sum = sums[r][half] - CENTRE * x.sums[row + r];
+                const vec scale = load(call.scales + output + 16 * half) * broadcast(x.scales[row + r]);
+                y[r][half] = __builtin_convertvector((ivec)sum, vec) * scale;
             }
         put(call, row, output, y);
     }
@@ -180,34 +232,34 @@ struct Int4Weights {
         const int64_t n_group = call.n_in / GROUP;
         const char* weights = call.weights + block * block_bytes(call.n_in) + 4 * W * piece;
         const int8_t* bytes = x.bytes.get() + row * call.n_in;
-        Floats y[R][2] = {};
+        vec y[R][2] = {};
         for (int64_t g = 0; g < n_group; ++g, weights += GROUP_BYTES) {
-            Ints sums[R][2] = {};
+            uvec sums[R][2] = {};
 #pragma GCC unroll 8
             for (int step = 0; step < 8; ++step) {
                 prefetch.step();
-                const Ints codes = load_words(weights + step * 64), w0 = lower_codes(codes), w1 = upper_codes(codes);
+                const uvec codes = load_words(weights + step * 64), w0 = lower_codes(codes), w1 = upper_codes(codes);
 #pragma GCC unroll 16
                 for (int r = 0; r < R; ++r) {
-                    const Ints word = word_at(bytes + r * call.n_in + g * GROUP + 4 * step);
+                    const uvec word = word_at(bytes + r * call.n_in + g * GROUP + 4 * step);
                     add_code_products(sums[r][0], w0, word);
                     add_code_products(sums[r][1], w1, word);
                 }
             }
             prefetch.step();
             prefetch.step();
-            const Ints scales = load_words(weights + 512), zeros = load_words(weights + 576);
-            const Floats scale[2] = {lower_bfloat16(scales), upper_bfloat16(scales)};
-            const Floats zero[2] = {lower_bfloat16(zeros), upper_bfloat16(zeros)};
+            const uvec scales = load_words(weights + 512), zeros = load_words(weights + 576);
+            const vec scale[2] = {lower_bfloat16(scales), upper_bfloat16(scales)};
+            const vec zero[2] = {lower_bfloat16(zeros), upper_bfloat16(zeros)};
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
                 const int64_t at = (row + r) * n_group + g;
-                const Floats step = spread(x.scales[at]), sum = spread((int32_t)x.sums[at] * x.scales[at]);
-                const Ints centre = spread((int32_t)(8u * x.sums[at]));
+                const vec step = broadcast(x.scales[at]), sum = broadcast((int32_t)x.sums[at] * x.scales[at]);
 #pragma GCC unroll 2
                 for (int half = 0; half < 2; ++half) {
-                    const Floats of_codes = to_floats(subtract(sums_of_codes(sums[r][half]), centre)) * step;
-                    y[r][half] = fused(of_codes, scale[half], fused(zero[half], sum, y[r][half]));
+                    const uvec of_codes = sums_of_codes(sums[r][half]) - 8 * x.sums[at];
+                    y[r][half] += zero[half] * sum;
+                    y[r][half] += __builtin_convertvector((ivec)of_codes, vec) * step * scale[half];
                 }
             }
         }
@@ -266,7 +318,7 @@ struct InTiles : Weights {
         if (N_TILE == 2) amx::store<2>(sums[1], STRIDE), amx::store<3>(sums[1][0] + 16, STRIDE);
         for (int tile = 0; tile < N_TILE; ++tile)
             for (int r = 0; r < n; ++r) {
-                const __m512i halves[1][2] = {_mm512_load_si512(sums[tile][r]), _mm512_load_si512(sums[tile][r] + 16)};
+                const uvec halves[1][2] = {(uvec)load((const float*)sums[tile][r]), (uvec)load((const float*)sums[tile][r] + 16)};
                 Weights::finish(call, x, first[tile] + r, block * OUTPUTS, halves);
             }
     }
@@ -341,30 +393,30 @@ constexpr int FLOAT_OUTPUTS = 16;  // outputs of a block, for x in float32
 template <int R, int N, int V, typename Number>
 inline void multiply_block(const Call<Number>& call, const float* x, int64_t x_row, int64_t row, int64_t output,
                            const char* weights, int64_t vector_bytes, int64_t step_bytes, Prefetch prefetch) {
-    Floats sums[R][V] = {};
+    vec sums[R][V] = {};
     for (int64_t i = 0; i < call.n_in; i += N, weights += step_bytes) {
         prefetch.step();
-        Ints words[V];
+        uvec words[V];
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) words[v] = load_words(weights + v * vector_bytes);
 #pragma GCC unroll 2
         for (int of_word = 0; of_word < N; ++of_word) {
-            Floats w[V];
+            vec w[V];
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v)
-                w[v] = N == 1 ? (Floats)words[v] : of_word ? upper_bfloat16(words[v]) : lower_bfloat16(words[v]);
+                w[v] = N == 1 ? (vec)words[v] : of_word ? upper_bfloat16(words[v]) : lower_bfloat16(words[v]);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
-                const Floats number = spread(x[r * x_row + i + of_word]);
+                const vec number = broadcast(x[r * x_row + i + of_word]);
 #pragma GCC unroll 4
-                for (int v = 0; v < V; ++v) sums[r][v] = fused(w[v], number, sums[r][v]);
+                for (int v = 0; v < V; ++v) sums[r][v] += w[v] * number;
             }
         }
     }
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
         const int64_t at = output + W * v;
-        const Floats bias = call.bias ? load(call.bias + at) : spread(0.0f);
+        const vec bias = call.bias ? load(call.bias + at) : broadcast(0.0f);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) store(call.y + (row + r) * call.n_out + at, sums[r][v] + bias);
     }
@@ -411,21 +463,21 @@ void multiply_floats(const Call<Number>& call, int n_thread) {
 }
 
 template <typename Number>
-int multiply(int64_t storage, const Call<Number>& call, int n_thread) {
+int multiply(const Call<Number>& call, int n_thread) {
     // A tile has 64 inputs in int8. Rows of a group without tiles cost no more than memory; sums are exact either way.
     const bool in_tiles = call.n_in % 64 == 0 && call.n_row > Int8Weights::ROWS;
-    if (storage == 8 && in_tiles) return multiply<InTiles<Int8Weights>>(call, n_thread), 0;
-    if (storage == 8) return multiply<Int8Weights>(call, n_thread), 0;
-    if (storage == 4) return multiply<Int4Weights>(call, n_thread), 0;
+    if (call.storage == 8 && in_tiles) return multiply<InTiles<Int8Weights>>(call, n_thread), 0;
+    if (call.storage == 8) return multiply<Int8Weights>(call, n_thread), 0;
+    if (call.storage == 4) return multiply<Int4Weights>(call, n_thread), 0;
     if constexpr (sizeof(Number) == 2) {
 #if defined(WIDENED)
-        if (storage == 16) return multiply_floats<2>(call, n_thread), 0;
+        if (call.storage == 16) return multiply_floats<2>(call, n_thread), 0;
 #else
-        if (storage == 16) return multiply<InTiles<Bfloat16Weights>>(call, n_thread), 0;
+        if (call.storage == 16) return multiply<InTiles<Bfloat16Weights>>(call, n_thread), 0;
 #endif
     } else {
-        if (storage == 16) return multiply_floats<2>(call, n_thread), 0;
-        if (storage == 32) return multiply_floats<1>(call, n_thread), 0;
+        if (call.storage == 16) return multiply_floats<2>(call, n_thread), 0;
+        if (call.storage == 32) return multiply_floats<1>(call, n_thread), 0;
     }
     return 1;
 }
@@ -437,23 +489,9 @@ int multiply(int64_t storage, const Call<Number>& call, int n_thread) {
 extern "C" const char* foretoken_refusal() { return amx::refusal(); }
 #endif
 
-// Words of a call. storage: bits of a weight, 16, 8 or 4, and for x in float32 also 32. Sizes: n_row, n_in
-// and n_out (multiples of 32), elements from row to row of x. x and y are both bfloat16 or both float32.
-struct Linear {
-    int64_t storage, is_bfloat16, n_row, n_in, n_out, x_row;
-    const void *x, *weights;
-    const float *scales, *bias;
-    void* y;
-};
-
 // Returns 0 on success.
-extern "C" int foretoken_linear(const Linear* words, int n_thread) {
-    const Linear& c = *words;
-    const auto call = [&](auto number) {
-        using Number = decltype(number);
-        return multiply<Number>(c.storage, {c.n_row, c.n_in, c.n_out, c.x_row, (const Number*)c.x, (const char*)c.weights,
-                                            c.scales, c.bias, (Number*)c.y}, n_thread);
-    };
-    return c.is_bfloat16 ? call(bfloat16{}) : call(float{});
+extern "C" int foretoken_linear(const void* words, int n_thread) {
+    const auto* call = (const Call<float>*)words;
+    return call->is_bfloat16 ? multiply(*(const Call<bfloat16>*)words, n_thread) : multiply(*call, n_thread);
 }
 #endif

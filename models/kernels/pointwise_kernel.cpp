@@ -4,39 +4,22 @@
 // constant, not the processor's, and belong to places in a row: a row's bits depend on nothing but the row.
 
 #include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
+
+#define LANES 16
+#include "models/kernels/vectors.hpp"
 
 namespace {
 
-constexpr int W = 16;
 // Elements of a call from which a second thread saves more than it costs to wake.
 constexpr int64_t WORTH_A_THREAD = 32768;
 using Whole = std::integral_constant<int, W>;
 
-typedef float vec __attribute__((vector_size(4 * W)));
-typedef int32_t ivec __attribute__((vector_size(4 * W)));
-typedef uint32_t uvec __attribute__((vector_size(4 * W)));
-typedef uint16_t hvec __attribute__((vector_size(2 * W)));
-typedef int8_t bvec __attribute__((vector_size(W)));
-
-struct bfloat16 { uint16_t bits; };
-
-inline vec broadcast(float x) { return x - vec{}; }
-
 // The first n lanes, the others 0.
-template <typename N>
-inline vec load(const float* p, N n) {
-    vec x{};
-    std::memcpy(&x, p, n * sizeof *p);
-    return x;
-}
-template <typename N>
-inline vec load(const bfloat16* p, N n) {
-    hvec bits{};
-    std::memcpy(&bits, p, n * sizeof *p);
-    return (vec)(__builtin_convertvector(bits, uvec) << 16);
+template <typename Number, typename N>
+inline vec load(const Number* p, N n) {
+    Number numbers[W] = {};
+    std::memcpy(numbers, p, n * sizeof *p);
+    return load(numbers);
 }
 
 template <typename N>
@@ -56,14 +39,6 @@ inline vec rounded(vec x) {
         const uvec bits = (uvec)x;
         return (vec)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
     }
-}
-
-inline float sum_of_lanes(vec x) {
-    float lanes[W];
-    std::memcpy(lanes, &x, sizeof x);
-    for (int half = W / 2; half; half /= 2)
-        for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-    return lanes[0];
 }
 
 // e^-x: a power of two, and a polynomial for what is left of -x, at most ln(2) / 2 (Taylor's, error below 1e-7).
@@ -164,17 +139,14 @@ template <typename T>
 float to_int8(const T* x, int64_t size, int8_t* out) {
     vec largest{};
     in_vectors(size, [&](int64_t i, auto n) {
-        const vec value = load(x + i, n), magnitude = value < vec{} ? -value : value;
-        largest = magnitude > largest ? magnitude : largest;
+        const vec value = load(x + i, n);
+        largest = larger(larger(value, -value), largest);
     });
-    float most = 0;
-    for (int lane = 0; lane < W; ++lane) most = largest[lane] > most ? largest[lane] : most;
-    const float scale = most / 127 > 1e-12f ? most / 127 : 1e-12f;
-    const vec magic = broadcast(12582912.0f);  // 1.5 * 2^23 rounds to whole numbers, ties to even
+    const float scale = std::max(largest_lane(largest) / 127, 1e-12f);
     in_vectors(size, [&](int64_t i, auto n) {
-        const vec whole = load(x + i, n) / broadcast(scale) + magic - magic;
-        const auto codes = __builtin_convertvector(__builtin_convertvector(whole, ivec), bvec);
-        std::memcpy(out + i, &codes, n);
+        int8_t codes[W];
+        store_bytes(codes, nearest(load(x + i, n) / broadcast(scale)));
+        std::memcpy(out + i, codes, n);
     });
     return scale;
 }

@@ -1,4 +1,5 @@
-// Vectors of the attention kernel: lanes, storage formats, and functions of whole vectors.
+// Vectors of the CPU kernels: lanes, storage formats, and functions of whole vectors. Before it includes this, a kernel
+// may define LANES, the lanes of a vector; else they are those of the processor's vectors.
 #pragma once
 
 #include <algorithm>
@@ -9,16 +10,18 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(LANES)
+#elif defined(__AVX512F__) || defined(AMX)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
 
 namespace {
 
-#if defined(__AVX512F__) || defined(AMX)
-constexpr int W = 16, REGISTERS = 32;  // lanes of a vector; vectors that a core holds
-#elif defined(__AVX__)
-constexpr int W = 8, REGISTERS = 16;
-#else
-constexpr int W = 4, REGISTERS = 16;
-#endif
+constexpr int W = LANES, REGISTERS = W == 16 ? 32 : 16;  // lanes of a vector; vectors that a core holds
 constexpr int64_t EMPTY = -1;  // the position of an empty slot; also a slot that does not exist
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
@@ -48,13 +51,16 @@ inline vec load(const bfloat16* p) {
     std::memcpy(&bits, p, sizeof bits);
     return (vec)(__builtin_convertvector(bits, uvec) << 16);
 }
+// The first and the second numbers of words of two.
+inline vec lower_bfloat16(uvec words) { return (vec)(words << 16); }
+inline vec upper_bfloat16(uvec words) { return (vec)(words & 0xffff0000); }
 // Loads W bytes as numbers of 32 bits. GCC 12 widens bytes in many steps.
 template <typename Byte>
 inline ivec widened(const Byte* p) {
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && LANES == 16
     const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
     return (ivec)(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
-#elif defined(__AVX2__) && !defined(AMX)
+#elif defined(__AVX2__) && LANES == 8
     const __m128i bytes = _mm_loadl_epi64((const __m128i*)p);
     return (ivec)(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #else
@@ -73,7 +79,7 @@ inline vec load(const float8* p) {
 // Loads the first numbers, up to n of them; the others are 0.
 template <typename Number>
 inline vec load_first(const Number* p, int n) {
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && LANES == 16
     if constexpr (std::is_same_v<Number, float>)
         return (vec)_mm512_maskz_loadu_ps(0xffffu >> (W - std::clamp(n, 0, W)), p);
 #endif
@@ -82,11 +88,30 @@ inline vec load_first(const Number* p, int n) {
     for (int i = 0; i < n; ++i) some[i] = p[i];
     return load(some);
 }
-inline vec larger(vec a, vec b) { return a > b ? a : b; }
+// Stores the lowest bytes of integers.
+template <typename Byte>
+inline void store_bytes(Byte* to, ivec x) {
+#if defined(__AVX512F__) && LANES == 16
+    const __m128i narrow = _mm512_cvtepi32_epi8((__m512i)x);
+#else
+    typedef Byte Bytes __attribute__((vector_size(W)));
+    const Bytes narrow = __builtin_convertvector(x, Bytes);
+#endif
+    std::memcpy(to, &narrow, sizeof narrow);
+}
+// The nearest integers, ties to even, of numbers below 2^22.
+inline ivec nearest(vec x) {
+#if defined(__AVX512F__) && LANES == 16
+    return (ivec)_mm512_cvtps_epi32((__m512)x);
+#else
+    return (ivec)(x + broadcast(12582912.0f)) - (ivec)broadcast(12582912.0f);
+#endif
+}
+inline vec larger(vec a, vec b) { return a > b ? a : b; }  // b, if one is NaN
 
 // A vector's lanes, folded in halves: S lanes are left to fold.
-template <int S = W / 2, typename Fold>
-inline float across(vec x, const Fold& fold) {
+template <int S = W / 2, typename Vector, typename Fold>
+inline auto across(Vector x, const Fold& fold) {
     ivec other;
     for (int lane = 0; lane < W; ++lane) other[lane] = lane ^ S;
     x = fold(x, __builtin_shuffle(x, other));
@@ -95,6 +120,7 @@ inline float across(vec x, const Fold& fold) {
 }
 inline float largest_lane(vec x) { return across(x, [](vec a, vec b) { return larger(a, b); }); }
 inline float sum_of_lanes(vec x) { return across(x, [](vec a, vec b) { return a + b; }); }
+inline uint32_t sum_of_lanes(uvec x) { return across(x, [](uvec a, uvec b) { return a + b; }); }
 
 // 2^x on [-1/2, 1/2], with an error below 2e-7.
 inline vec exp2_of_rest(vec x) {
@@ -108,7 +134,7 @@ inline vec exp2_of_rest(vec x) {
 }
 // 2^x for x <= 0, and 0 in place of numbers below the normal ones: exact powers for the whole part of x.
 inline vec exp2_of(vec x) {
-#if defined(__AVX512DQ__)
+#if defined(__AVX512DQ__) && LANES == 16
     const __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_GT_OQ);
     const vec rest = (vec)_mm512_reduce_ps((__m512)x, 0);
     return (vec)_mm512_maskz_scalef_ps(is_normal, (__m512)exp2_of_rest(rest), (__m512)(x - rest));
