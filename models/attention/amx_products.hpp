@@ -20,13 +20,6 @@ struct AmxTiles {
     ~AmxTiles() { amx::release(); }
 };
 
-// Calls f with the constants 0 to N - 1.
-template <int N, typename F>
-inline void each(const F& f) {
-    if constexpr (N > 1) each<N - 1>(f);
-    f(std::integral_constant<int, N - 1>{});
-}
-
 template <typename Words>
 struct AmxProducts : Words {
     static constexpr bool IN_AMX = true;

@@ -243,21 +243,16 @@ typedef Bfloat16Products OfBfloat16;
 typedef Int8Products OfInt8;
 #endif
 
-#if defined(AMX)
-// Returns why this process cannot use the library, or null.
-extern "C" const char* foretoken_refusal() { return amx::refusal(); }
-#endif
-
 // Returns 0, or 1 if there is no kernel for these entries.
-extern "C" int foretoken_attend(const Call* call, int n_thread) {
+extern "C" int foretoken_attend(const Call& call, int n_thread) {
     const auto with = [&](auto entry, auto products) {
-        if (call->head_dim > 128) return 1;
-        if (call->head_dim > 64) return attend<128, decltype(entry), decltype(products)>(*call, n_thread), 0;
-        return attend<64, decltype(entry), decltype(products)>(*call, n_thread), 0;
+        if (call.head_dim > 128) return 1;
+        if (call.head_dim > 64) return attend<128, decltype(entry), decltype(products)>(call, n_thread), 0;
+        return attend<64, decltype(entry), decltype(products)>(call, n_thread), 0;
     };
-    if (call->entries == 0) return with(float{}, Float32Products{});
-    if (call->entries == 1 && !call->q_is_bfloat16) return with(bfloat16{}, WidenedProducts{});  // queries stay as they are
-    if (call->entries == 1) return with(bfloat16{}, OfBfloat16{});
-    if (call->entries == 2) return with(int8_t{}, OfInt8{});
-    return call->entries == 3 ? with(float8{}, Float32Products{}) : 1;
+    if (call.entries == 0) return with(float{}, Float32Products{});
+    if (call.entries == 1 && !call.q_is_bfloat16) return with(bfloat16{}, WidenedProducts{});  // queries stay as they are
+    if (call.entries == 1) return with(bfloat16{}, OfBfloat16{});
+    if (call.entries == 2) return with(int8_t{}, OfInt8{});
+    return call.entries == 3 ? with(float8{}, Float32Products{}) : 1;
 }

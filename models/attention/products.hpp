@@ -7,6 +7,13 @@ namespace {
 
 constexpr int TILE = 2 * W;  // slots per tile
 
+// Calls f with the constants 0 to N - 1.
+template <int N, typename F>
+inline void each(const F& f) {
+    if constexpr (N > 1) each<N - 1>(f);
+    f(std::integral_constant<int, N - 1>{});
+}
+
 // Prefetches a tile into L2 evenly over the arithmetic of all query rows: many lines at once would fill the queue of
 // misses, and memory and arithmetic would take turns.
 struct Ahead {

@@ -80,8 +80,7 @@ struct Choice {
     int64_t* chosen;
 };
 
-int foretoken_best_chunks(const Choice* call, int n_thread) {
-    const Choice& at = *call;
+int foretoken_best_chunks(const Choice& at, int n_thread) {
 #pragma omp parallel num_threads(n_thread)
     {
         std::vector<uint32_t> ranks(at.n_chunk);
@@ -106,8 +105,7 @@ struct Places {
     const bool* is_new;
 };
 
-int foretoken_keep_chosen(const Places* call, int n_thread) {
-    const Places& at = *call;
+int foretoken_keep_chosen(const Places& at, int n_thread) {
     const int64_t n = at.n_chosen;
 #pragma omp parallel num_threads(n_thread)
     {
@@ -135,11 +133,11 @@ int foretoken_keep_chosen(const Places* call, int n_thread) {
     return 0;
 }
 
-int foretoken_copy_chosen(const Copy* call, int n_thread) {
-    if (call->narrows) return copy_chosen<float, bfloat16>(*call, n_thread), 0;
-    if (call->item_size == 4) return copy_chosen<float, float>(*call, n_thread), 0;
-    if (call->item_size == 2) return copy_chosen<bfloat16, bfloat16>(*call, n_thread), 0;
-    return copy_chosen<int8_t, int8_t>(*call, n_thread), 0;
+int foretoken_copy_chosen(const Copy& at, int n_thread) {
+    if (at.narrows) return copy_chosen<float, bfloat16>(at, n_thread), 0;
+    if (at.item_size == 4) return copy_chosen<float, float>(at, n_thread), 0;
+    if (at.item_size == 2) return copy_chosen<bfloat16, bfloat16>(at, n_thread), 0;
+    return copy_chosen<int8_t, int8_t>(at, n_thread), 0;
 }
 
 }  // extern "C"

@@ -36,13 +36,6 @@ struct Call {
     void* out;  // [batch, tokens, heads, head_dim]
 };
 
-// Calls f with 0 to APART - 1 as constants.
-template <typename P, typename F>
-inline void each_part(const F& f) {
-    f(std::integral_constant<int, 0>{});
-    if constexpr (P::APART == 2) f(std::integral_constant<int, 1>{});
-}
-
 // Computes scores of N query rows against a tile, as multiples of log2(e). q: words, by row and plane.
 template <int N, int D, typename P>
 inline void tile_scores(const float* q, const float* keys_t, const float* steps, const int32_t* taken_off,
@@ -61,7 +54,7 @@ inline void tile_scores(const float* q, const float* keys_t, const float* steps,
             const float* words = keys_t + d / P::APART * TILE;
             const vec k0 = load(words), k1 = load(words + W);
             ahead.ask();
-            each_part<P>([&](auto part) {
+            each<P::APART>([&](auto part) {
                 const vec part0 = P::template part<part>(k0), part1 = P::template part<part>(k1);
 #pragma GCC unroll 12
                 for (int m = 0; m < N; ++m) {
@@ -112,7 +105,7 @@ inline void tile_values(const float* weights, const float* values, const float* 
 #pragma GCC unroll 4
                 for (int v = 0; v < V; v += P::APART) {
                     const vec words = load(values + (s * D + at + v * W) / P::APART);
-                    each_part<P>([&](auto part) { x[v + part] = P::template part<part>(words); });
+                    each<P::APART>([&](auto part) { x[v + part] = P::template part<part>(words); });
                 }
 #pragma GCC unroll 12
                 for (int m = 0; m < N; ++m) {

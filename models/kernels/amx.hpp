@@ -161,3 +161,6 @@ inline void multiply_int8() {
 
 }  // namespace
 }  // namespace amx
+
+// Returns why this process cannot use the library, or null.
+extern "C" const char* foretoken_refusal() { return amx::refusal(); }

@@ -271,6 +271,7 @@ struct Int4Weights {
 // Weights in tiles: sums in 0 to 3, 16 rows of x in 4 and 16 more in 5, weights of 16 outputs in 6 and of 16 more in 7.
 template <typename Weights>
 struct InTiles : Weights {
+    static_assert(W == 16, "finish takes whole vectors of 16 outputs");
     static constexpr int ROWS = 32;
     static constexpr bool IN_TILES = true;
 
@@ -483,11 +484,6 @@ int multiply(const Call<Number>& call, int n_thread) {
 }
 
 }  // namespace
-
-#if defined(AMX)
-// Returns why this process cannot use the library, or null.
-extern "C" const char* foretoken_refusal() { return amx::refusal(); }
-#endif
 
 // Returns 0 on success.
 extern "C" int foretoken_linear(const void* words, int n_thread) {

@@ -209,8 +209,7 @@ struct Repeat {
 
 extern "C" {
 
-int foretoken_add_norm(const AddNorm* call, int n_thread) {
-    const AddNorm& c = *call;
+int foretoken_add_norm(const AddNorm& c, int n_thread) {
     in_rows_of(c.bytes, c.n_row, c.dim, n_thread, [&](auto* element, int64_t row) {
         using T = std::remove_pointer_t<decltype(element)>;
         add_norm((const T*)c.x + row * c.x_row, (const T*)c.update + row * c.update_row, (const T*)c.weight,
@@ -219,8 +218,7 @@ int foretoken_add_norm(const AddNorm* call, int n_thread) {
     return 0;
 }
 
-int foretoken_rotate_heads(const RotateHeads* call, int n_thread) {
-    const RotateHeads& c = *call;
+int foretoken_rotate_heads(const RotateHeads& c, int n_thread) {
     in_rows_of(c.bytes, c.n_token, c.n_head * c.head_dim, n_thread, [&](auto* element, int64_t t) {
         using T = std::remove_pointer_t<decltype(element)>;
         const T *cos = (const T*)c.cos + t * c.head_dim, *signed_sin = (const T*)c.signed_sin + t * c.head_dim;
@@ -237,8 +235,7 @@ int foretoken_rotate_heads(const RotateHeads* call, int n_thread) {
     return 0;
 }
 
-int foretoken_swiglu(const Swiglu* call, int n_thread) {
-    const Swiglu& c = *call;
+int foretoken_swiglu(const Swiglu& c, int n_thread) {
     in_rows_of(c.bytes, c.n_row, c.n_out, n_thread, [&](auto* element, int64_t row) {
         using T = std::remove_pointer_t<decltype(element)>;
         const T* gate = (const T*)c.gate_and_up + row * c.in_row;
@@ -247,8 +244,7 @@ int foretoken_swiglu(const Swiglu* call, int n_thread) {
     return 0;
 }
 
-int foretoken_pack(const Pack* call, int n_thread) {
-    const Pack& c = *call;
+int foretoken_pack(const Pack& c, int n_thread) {
     in_rows_of(c.bytes, c.n_token, 2 * c.width, n_thread, [&](auto* element, int64_t t) {
         using T = std::remove_pointer_t<decltype(element)>;
         T* to = (T*)c.out + 2 * t * c.width;
@@ -258,8 +254,7 @@ int foretoken_pack(const Pack* call, int n_thread) {
     return 0;
 }
 
-int foretoken_store(const Store* call, int n_thread) {
-    const Store& c = *call;
+int foretoken_store(const Store& c, int n_thread) {
     in_rows_of(c.bytes, c.n_row * c.n_token, 2 * c.n_head * c.head_dim, n_thread, [&](auto* element, int64_t token) {
         using T = std::remove_pointer_t<decltype(element)>;
         const int64_t row = c.rows[token / c.n_token], slot = c.slots[token];
@@ -282,11 +277,11 @@ int foretoken_store(const Store* call, int n_thread) {
 }
 
 // Returns what the first call returned that was not 0.
-int foretoken_repeat(const Repeat* repeat, int n_thread) {
-    const int64_t* words = repeat->words;
-    for (int64_t time = 0; time < repeat->n_time; ++time)
-        for (int64_t i = 0; i < repeat->n_call; words += repeat->n_word[i++])
-            if (const int failed = repeat->functions[i](words, n_thread)) return failed;
+int foretoken_repeat(const Repeat& repeat, int n_thread) {
+    const int64_t* words = repeat.words;
+    for (int64_t time = 0; time < repeat.n_time; ++time)
+        for (int64_t i = 0; i < repeat.n_call; words += repeat.n_word[i++])
+            if (const int failed = repeat.functions[i](words, n_thread)) return failed;
     return 0;
 }
 
