@@ -108,12 +108,9 @@ class KV(NamedTuple):
         """Return keys and values in `dtype`, with a row for each row of queries; no copy where none is needed."""
         if self.packed is not None:
             return self.unpacked(dtype)[:2]
-        if self.rows is not None:
-            key_scales, value_scales = (
-                None if x is None else x[self.rows] for x in (self.key_scales, self.value_scales)
-            )
-            return KV(self.keys[self.rows], self.values[self.rows], key_scales, value_scales).dequantized(dtype)
-        return dequantize(self.keys, self.key_scales, dtype), dequantize(self.values, self.value_scales, dtype)
+        rows = slice(None) if self.rows is None else self.rows
+        key_scales, value_scales = (None if x is None else x[rows] for x in (self.key_scales, self.value_scales))
+        return dequantize(self.keys[rows], key_scales, dtype), dequantize(self.values[rows], value_scales, dtype)
 
 
 def pack(keys: Tensor, values: Tensor) -> Tensor:

@@ -60,19 +60,16 @@ class QuantizedKVCache(FullKVCache):
         self._last_group = torch.full((max_batch,), EMPTY, device=device)
         n_group, along = -(-max_len // group), math.gcd(group, config.head_dim)
         layers, rows, n_slot = config.n_layer, (max_batch, config.n_kv_head), n_group * group
-        # The fields of `Packed` in each layer.
         codes = partial(torch.zeros, device=device, dtype=torch.uint8)
         grids = partial(torch.zeros, device=device, dtype=torch.bfloat16)
-        self._key_codes = codes(layers, *rows, n_group, -(-config.head_dim // 2), group)
-        self._value_codes = codes(layers, *rows, n_slot, -(-config.head_dim // 2))
-        self._key_grids = grids(layers, 2, *rows, n_group, config.head_dim)
-        self._value_grids = grids(layers, 2, *rows, config.head_dim // along, n_slot)
+        # The tensors of `Packed` in each layer: codes and grids, of keys and of values.
+        self.packed = [
+            codes(layers, *rows, n_group, -(-config.head_dim // 2), group),
+            codes(layers, *rows, n_slot, -(-config.head_dim // 2)),
+            grids(layers, 2, *rows, n_group, config.head_dim),
+            grids(layers, 2, *rows, config.head_dim // along, n_slot),
+        ]
         self._packing, self._was_due = packing, self._last_group
-
-    @property
-    def packed(self) -> list[Tensor]:
-        """The tensors of entries in 4 bits: codes and grids, of keys and of values."""
-        return [self._key_codes, self._value_codes, self._key_grids, self._value_grids]
 
     @property
     def n_bytes(self) -> int:
@@ -115,10 +112,10 @@ class QuantizedKVCache(FullKVCache):
         """Quantise `groups [B, n]` of `rows [B, 1]` of a layer of `source`; if that is this cache, only those that are
         due. packing: the module that `kernel_for` returned."""
         entries, scales = source.entries[from_layer], None if source.scales is None else source.scales[from_layer]
+        packed = [x[layer] for x in self.packed]
         if packing is not None:
             where = groups.flatten(), rows.expand_as(groups).flatten().contiguous()
             checks = (self._was_due, self._ring_positions) if source is self else None
-            packed = [x[layer] for x in self.packed]
             launch_on(self.device, [packing.plan_packing(entries, scales, packed, *where, checks)])
             return
         slots = (groups[..., None] * self.group + torch.arange(self.group, device=self.device)).flatten(1)
@@ -126,33 +123,29 @@ class QuantizedKVCache(FullKVCache):
         scales = None if scales is None else scales[:, rows, :, stored_at]
         tokens = dequantize(entries[:, rows, :, stored_at], scales, torch.float32).unflatten(1, (-1, self.group))
         keys, values = tokens.unbind(3)
-        n_part = self._value_grids.shape[-2]
+        n_part, every = packed[3].shape[-2], slice(None)
         key_codes, key_grid = quantize4(keys, 2)
         value_codes, value_grid = quantize4(values.unflatten(-1, (n_part, -1)), -1)
-        every, value_grids = slice(None), torch.stack(value_grid, dim=3)[..., 0].flatten(1, 2)
-        for stored, at, new in (
-            (self._key_codes, (rows, every, groups), joined(key_codes).permute(0, 1, 3, 4, 2)),
-            (self._value_codes, (rows, every, slots), joined(value_codes.flatten(-2)).flatten(1, 2)),
-            (self._key_grids, (every, rows, every, groups), torch.stack(key_grid, dim=3)[:, :, 0]),
-            (self._value_grids, (every, rows, every, every, slots), value_grids),
-        ):
+        updates: tuple[tuple[Any, Tensor], ...] = (
+            ((rows, every, groups), joined(key_codes).permute(0, 1, 3, 4, 2)),
+            ((rows, every, slots), joined(value_codes.flatten(-2)).flatten(1, 2)),
+            ((every, rows, every, groups), torch.stack(key_grid, dim=3)[:, :, 0]),
+            ((every, rows, every, every, slots), torch.stack(value_grid, dim=3)[..., 0].flatten(1, 2)),
+        )
+        for stored, (at, new) in zip(packed, updates, strict=True):
             if source is self:
-                new = torch.where(self._is_due.view(-1, *[1] * (new.ndim - 1)), new, stored[layer][at])
-            stored[layer][at] = new
+                new = torch.where(self._is_due.view(-1, *[1] * (new.ndim - 1)), new, stored[at])
+            stored[at] = new
 
     def read(self, layer: int, queries: Tensor | None = None) -> KV:
         n_token = self._positions.shape[1]
         n_group = -(-n_token // self.group)
         n_slot = n_group * self.group
-        packed = Packed(
-            self._key_codes[layer, :, :, :n_group],
-            self._value_codes[layer, :, :, :n_slot],
-            self._key_grids[layer, :, :, :, :n_group],
-            self._value_grids[layer, ..., :n_slot],
-            n_token,
-            self._ring_positions if self.rows is None else self._ring_positions[self.rows],
-        )
-        return super().read(layer)._replace(packed=packed)
+        key_codes, value_codes, key_grids, value_grids = (x[layer] for x in self.packed)
+        codes = key_codes[:, :, :n_group], value_codes[:, :, :n_slot]
+        grids = key_grids[..., :n_group, :], value_grids[..., :n_slot]
+        recent = self._ring_positions if self.rows is None else self._ring_positions[self.rows]
+        return super().read(layer)._replace(packed=Packed(*codes, *grids, n_token, recent))
 
     def fill_row(
         self,
@@ -194,8 +187,8 @@ class QuantizedKVCache(FullKVCache):
         # The extent narrows positions and codes; the ring stays whole.
         narrowed.entries = self.entries[:, :, stored]
         narrowed.scales = None if self.scales is None else self.scales[:, :, stored]
-        narrowed._key_codes, narrowed._value_codes = self._key_codes[:, stored], self._value_codes[:, stored]
-        narrowed._key_grids, narrowed._value_grids = self._key_grids[:, :, stored], self._value_grids[:, :, stored]
+        codes, grids = self.packed[:2], self.packed[2:]
+        narrowed.packed = [*(x[:, stored] for x in codes), *(x[:, :, stored] for x in grids)]
         narrowed._ring_positions, narrowed._last_group = self._ring_positions[stored], self._last_group[stored]
         return narrowed
 

@@ -43,9 +43,7 @@ def candidate(library: ctypes.CDLL | str) -> AttentionBackend:
         return TritonAttention()
     if isinstance(library, ctypes.CDLL):
         return CppAttention(library)
-    flavour, why = find_flavour("cuda")
-    assert flavour is not None, why
-    return FlashAttention(flavour, TorchAttention())
+    return FlashAttention(find_flavour("cuda"), TorchAttention())
 
 
 def cases() -> Iterator[Case]:

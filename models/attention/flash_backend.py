@@ -12,6 +12,7 @@ from torch import Tensor
 from kv_cache.entries import KV
 from models.attention.base import MAX_BLOCK, AnySlots, AttentionBackend, AttentionSpec
 from models.attention.torch_backend import TorchAttention, fill_chunk_scores
+from models.kernels.build import BuildError
 
 LARGEST_HEAD_DIM = 256
 # The kernels pad head dims that are not multiples, by a copy of the whole cache in every call.
@@ -29,6 +30,9 @@ class Package(NamedTuple):
     packs_groups: bool  # the causal kernel reads a KV head once for all query heads of its group
     has_windows: bool
     dtypes: tuple[torch.dtype, ...]
+
+    def __str__(self) -> str:
+        return f"{self.title} ({self.module})"
 
 
 FA3 = Package("FlashAttention-3", "flash_attn_interface", True, True, (torch.float16, torch.bfloat16))
@@ -59,27 +63,25 @@ class Flavour:
         return None
 
 
-def find_flavour(device: torch.device | str) -> tuple[Flavour | None, str]:
-    """Return the best package for a device and its name, or None and the reason.
-
-    FlashAttention-3 on Hopper, from either package, else FlashAttention-2.
-    """
+def find_flavour(device: torch.device | str) -> Flavour:
+    """Return the best package for a device: FlashAttention-3 on Hopper, from either package, else FlashAttention-2.
+    Raises BuildError."""
     device = torch.device(device)
     if device.type != "cuda":
-        return None, f"the flash kernels need a CUDA device, not {device.type}"
+        raise BuildError(f"the flash kernels need a CUDA device, not {device.type}")
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
-        return None, f"the flash kernels need compute capability 8.0 or newer, this device has {major}.{minor}"
+        raise BuildError(f"the flash kernels need compute capability 8.0 or newer, this device has {major}.{minor}")
     failures = []
     for package in (FA3, FA3_FWD, FA2) if major == 9 else (FA2,):
         try:
             kernel = importlib.import_module(package.module).flash_attn_with_kvcache
         except Exception as error:  # a package built for another torch or CUDA may raise anything
-            failures.append(f"{package.title} ({package.module}): {error}")
+            failures.append(f"{package}: {error}")
         else:
             n_processor = torch.cuda.get_device_properties(device).multi_processor_count
-            return Flavour(package, kernel, n_processor), f"{package.title} ({package.module})"
-    return None, "no flash package could be imported: " + "; ".join(failures)
+            return Flavour(package, kernel, n_processor)
+    raise BuildError("no flash package could be imported: " + "; ".join(failures))
 
 
 def split_count(n_tile: int, n_slot: int, n_processor: int) -> int:

@@ -72,16 +72,15 @@ def _triton(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> 
 
 
 def _flash(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection:
-    flavour, why = find_flavour(device)
-    if flavour is None:
-        raise BuildError(why)
+    flavour = find_flavour(device)
     try:
         fallback = _triton(device, spec, entries).backend
     except BuildError:
         fallback = TorchAttention()
     if reason := flavour.unsupported(spec) or refusal("flash"):
         return Selection(fallback, reason)
-    return Selection(FlashAttention(flavour, fallback), f"{why}; rings and caches in 8 or 4 bits on {fallback.name}")
+    why = f"{flavour.package}; rings and caches in 8 or 4 bits on {fallback.name}"
+    return Selection(FlashAttention(flavour, fallback), why)
 
 
 def refusal(name: str) -> str | None:

@@ -32,11 +32,6 @@ def function_of(library: ctypes.CDLL) -> Any:
     return library.foretoken_linear
 
 
-def takes(weight: Tensor) -> bool:
-    """True if the kernel runs here and multiplies weights of this shape."""
-    return weight.device.type == "cpu" and takes_shape(weight.shape)
-
-
 def takes_shape(shape: Sequence[int]) -> bool:
     """True if the kernel runs on this CPU and multiplies weights of a shape `[d_out, d_in]`."""
     return not any(size % BLOCK for size in shape) and runs()

@@ -13,7 +13,6 @@ it gets its codes back; only the scales are rounded, to bfloat16.
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.result_dtype = lambda dtype, device: dtype
         self._on_cpu, self._d_out = runs_on_cpu(weight), len(weight)
-        self._in_cpp = self._on_cpu and linear_cpp.takes(weight)
+        self._in_cpp = self._on_cpu and linear_cpp.takes_shape(weight.shape)
         bias = bias.float() if bias is not None and self._in_cpp else bias
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self.register_buffer("scale", None)
@@ -90,9 +89,9 @@ class Int8Linear(QuantizedLinear):
             weights = self.weight, self.scale, self.zero
             qlinear = torch.ops.onednn.qlinear_pointwise
             return qlinear(q, 1.0, 128, *weights, None, 1.0, 0, torch.float32, "none", [], "") * row_scale
-        if kernels := triton_kernels(x.device.type):
-            q, row_scale = kernels.run(kernels.plan_rows(x, FEWEST_CUDA_ROWS))
-            return kernels.run(kernels.plan_products(torch._int_mm(q, self.weight), self.scale, row_scale, dtype))
+        if kernels := triton_kernels(x.device.type, self.bits):
+            q, row_scale = run(kernels.plan_rows(x, FEWEST_CUDA_ROWS))
+            return run(kernels.plan_products(torch._int_mm(q, self.weight), self.scale, row_scale, dtype))
         q, row_scale = quantize(x, torch.int8)
         padded = F.pad(q, (0, 0, 0, max(0, FEWEST_CUDA_ROWS - len(q))))
         return torch._int_mm(padded, self.weight)[: len(q)] * self.scale * row_scale[:, None]
@@ -126,7 +125,7 @@ class Int4Linear(QuantizedLinear):
         x = x.to(INT4_DTYPE).contiguous()
         if self._on_cpu:
             return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.weight, GROUP, self.grids)
-        kernels, packed = int4_kernels(x.device.type), (self.weight, self.grids)
+        kernels, packed = triton_kernels(x.device.type, self.bits), (self.weight, self.grids)
         if kernels and len(x) <= kernels.MOST_ROWS:
             return run(kernels.plan_product(x, *packed, self.arrived, dtype))
         weights = run(kernels.plan_weights(*packed, x.shape[1])) if kernels else dequantize(*packed, x.shape[1])
@@ -134,25 +133,16 @@ class Int4Linear(QuantizedLinear):
 
 
 @cache
-def triton_kernels(device: str) -> ModuleType | None:
-    """Return `triton_quantize`; None if Triton cannot start kernels, or with a note if they are wrong."""
+def triton_kernels(device: str, bits: int) -> Any:
+    """Return `triton_quantize` for weights in 8 bits, `triton_int4` for 4; None if Triton cannot start kernels, or with
+    a note if they are wrong."""
     if missing_launcher():
         return None
-    from models.kernels import triton_quantize
+    from models.kernels import triton_int4, triton_quantize
 
-    trial = partial(triton_quantize.difference, device)
-    return triton_quantize if works(trial, "multiplies weights in 8 bits") else None
-
-
-@cache
-def int4_kernels(device: str) -> ModuleType | None:
-    """Return `triton_int4`; None if Triton cannot start kernels, or with a note if they are wrong."""
-    if missing_launcher():
-        return None
-    from models.kernels import triton_int4
-
-    trial = partial(int4_difference, device, triton_int4)
-    return triton_int4 if works(trial, "multiplies weights in 4 bits") else None
+    in_8_bits = triton_quantize, partial(triton_quantize.difference, device)
+    kernels, trial = in_8_bits if bits == 8 else (triton_int4, partial(int4_difference, device, triton_int4))
+    return kernels if works(trial, f"multiplies weights in {bits} bits") else None
 
 
 def int4_difference(device: str, kernels: Any) -> str | None:

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.launch import Launch
-from common.launch import run as run
+from common.launch import Launch, run
 from kv_cache.entries import SMALLEST_SCALE, quantize
 
 LEAST_SCALE = tl.constexpr(SMALLEST_SCALE)

@@ -39,7 +39,7 @@ def test_a_draft_catches_up_with_tokens_that_it_missed(policy, n_missed):
             assert torch.equal(cache.means[:, row, :, :n_whole], anew.means[:, row, :, :n_whole])
         if policy == "quantized":
             packed = max(0, len(text) - SIZE.window) // SIZE.window * SIZE.window
-            assert torch.equal(cache._value_codes[:, row, :, :packed], anew._value_codes[:, row, :, :packed])
+            assert torch.equal(cache.packed[1][:, row, :, :packed], anew.packed[1][:, row, :, :packed])
 
 
 def test_entries_are_selected_when_a_text_outgrew_the_budget_unseen():

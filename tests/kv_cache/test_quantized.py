@@ -101,7 +101,7 @@ def test_a_row_that_is_written_in_blocks_equals_a_filled_row(n):
     filled = quantized()
     filled.fill_row(0, source, starts[1])
     filled.fill_row(2, source, starts[0])
-    assert not cache._value_codes[:, 1].any()
+    assert not cache.packed[1][:, 1].any()
     found, wanted = (each.view(rows, starts[0]).read(1).unpacked(torch.float32) for each in (cache, filled))
     for tokens in (slice(0, out_of_ring(starts[0])), slice(-WINDOW, None)):
         assert torch.equal(found.keys[:, tokens], wanted.keys[:, tokens])
@@ -131,10 +131,10 @@ def test_a_row_that_is_cut_far_back_keeps_its_codes():
     cache, source, entries = quantized(), FullKVCache(TINY, N_ROWS, LONGEST), entries_of(LONGEST)
     write(source, entries, [0] * N_ROWS, LONGEST)
     cache.fill_row(0, source, 80)
-    codes = cache._value_codes.clone()
+    codes = cache.packed[1].clone()
     cache.rollback(torch.tensor([45, 0, 0]))
     write(cache.view(slice(0, 1)), entries, [45], 2)
-    assert torch.equal(cache._value_codes, codes)
+    assert torch.equal(cache.packed[1], codes)
 
 
 def test_tokens_that_are_written_again_further_back_are_quantised_again():
@@ -144,7 +144,7 @@ def test_tokens_that_are_written_again_further_back_are_quantised_again():
         for i in range(0, 40, GROUP):
             rows.rollback(torch.tensor([start + i for start in starts]))
             write(rows, written, [start + i for start in starts], GROUP)
-    codes = cache._value_codes[:, :2].clone()
+    codes = cache.packed[1][:, :2].clone()
     for row, start in enumerate((40, 24)):
         again = quantized()
         source = FullKVCache(TINY, N_ROWS, LONGEST)
@@ -152,7 +152,7 @@ def test_tokens_that_are_written_again_further_back_are_quantised_again():
         again.fill_row(row, source, start + 40)
         new = slice(start, (start + 40 - GROUP - WINDOW) // GROUP * GROUP)
         assert new.stop > start + GROUP
-        assert torch.equal(codes[:, row, :, new], again._value_codes[:, row, :, new])
+        assert torch.equal(codes[:, row, :, new], again.packed[1][:, row, :, new])
 
 
 def test_a_kernel_that_fails_is_replaced_with_a_note(monkeypatch, capsys):

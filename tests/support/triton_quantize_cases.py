@@ -4,10 +4,11 @@ test_triton_kernels.py in a separate process."""
 import pytest
 import torch
 
+from common.launch import run
 from kv_cache.entries import quantize as quantize_rows
 from models.kernels import quantize, triton_int4, triton_quantize
 from models.kernels.triton_int4 import MOST_ROWS
-from models.kernels.triton_quantize import OUTPUTS, plan_products, plan_rows, run
+from models.kernels.triton_quantize import OUTPUTS, plan_products, plan_rows
 from tests.support.fake_cuda_linear import cuda_linears
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -38,13 +39,13 @@ def test_rows_are_rounded_as_in_pytorch(dtype, n_row, n_in):
 def test_layers_in_8_bits_are_those_of_pytorch(monkeypatch, dtype, with_bias, n_row, d_out):
     x, weight = (torch.randn(n, 192, generator=GENERATOR) for n in (n_row, d_out))
     bias = torch.randn(d_out, generator=GENERATOR).to(dtype) if with_bias else None
-    assert quantize.triton_kernels("cpu") is triton_quantize
+    assert quantize.triton_kernels("cpu", 8) is triton_quantize
     with cuda_linears(monkeypatch):
         layer, planned = quantize.Int8Linear(weight, bias), []
-        monkeypatch.setattr(triton_quantize, "run", lambda given: planned.append(given) or run(given))
+        monkeypatch.setattr(quantize, "run", lambda given: planned.append(given) or run(given))
         got = layer(x.to(dtype))
         assert len(planned) == 2
-        monkeypatch.setattr(quantize, "triton_kernels", lambda _: None)
+        monkeypatch.setattr(quantize, "triton_kernels", lambda *_: None)
         assert torch.equal(got, layer(x.to(dtype))) and got.dtype == dtype and len(planned) == 2
 
 
@@ -54,7 +55,7 @@ def test_layers_in_4_bits_are_those_of_pytorch(monkeypatch, n_row, d_in):
     call leaves a counter for the second. The interpreter multiplies float32 alone."""
     weight, bias = torch.randn(128, d_in, generator=GENERATOR), torch.randn(128, generator=GENERATOR)
     x, planned = torch.randn(n_row, d_in, generator=GENERATOR), []
-    assert quantize.int4_kernels("cpu") is triton_int4
+    assert quantize.triton_kernels("cpu", 4) is triton_int4
     with cuda_linears(monkeypatch):
         layer = quantize.Int4Linear(weight, bias)
     monkeypatch.setattr(quantize, "INT4_DTYPE", torch.float32)
@@ -68,8 +69,8 @@ def test_layers_in_4_bits_are_those_of_pytorch(monkeypatch, n_row, d_in):
 
 def test_kernels_that_compute_otherwise_are_not_used(monkeypatch, capsys):
     plan_product, plan_weights = triton_int4.plan_product, triton_int4.plan_weights
-    int8, int4 = (triton_quantize, quantize.triton_kernels), (triton_int4, quantize.int4_kernels)
-    for (module, kernels), name, wrong, said in (
+    int8, int4, kernels = (triton_quantize, 8), (triton_int4, 4), quantize.triton_kernels
+    for (module, bits), name, wrong, said in (
         (int8, "plan_rows", lambda x, fewest: plan_rows(x * 1.1, fewest), "[True, False"),
         (int8, "plan_products", lambda sums, *by: plan_products(sums + 9, *by), "False]"),
         (int8, "run", lambda planned: 1 / 0, "ZeroDivisionError"),
@@ -79,5 +80,5 @@ def test_kernels_that_compute_otherwise_are_not_used(monkeypatch, capsys):
         kernels.cache_clear()
         with monkeypatch.context() as patch:
             patch.setattr(module, name, wrong)
-            assert kernels("cpu") is None and said in capsys.readouterr().err
+            assert kernels("cpu", bits) is None and said in capsys.readouterr().err
         kernels.cache_clear()

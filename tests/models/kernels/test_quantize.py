@@ -98,7 +98,7 @@ def test_a_quantised_model_is_close(scheme, most, dtype):
 @pytest.mark.parametrize("new_layer", [Int8Linear, Int4Linear, pytest.param(PackedLinear, marks=needs_bfloat16_layers)])
 def test_a_row_that_is_not_finite_stays_so_and_alone(new_layer, value):
     weight, x = weight_and_input(128, 192, 3, torch.bfloat16)
-    if not linear_cpp.takes(weight):
+    if not linear_cpp.takes_shape(weight.shape):
         pytest.skip("the CPU lacks the instructions of linear_cpp")
     layer, others = new_layer(weight.bfloat16(), None), torch.tensor([0, 2])
     before = layer(x)[others]
