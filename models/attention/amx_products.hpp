@@ -60,4 +60,7 @@ struct AmxProducts : Words {
     }
 };
 
+typedef AmxProducts<Bfloat16Words> Bfloat16Products;
+typedef AmxProducts<Int8Words> Int8Products;
+
 }  // namespace

@@ -235,14 +235,6 @@ void attend(const Call& at, int n_thread) {
 
 }  // namespace
 
-#if defined(AMX)
-typedef AmxProducts<Bfloat16Words> OfBfloat16;
-typedef AmxProducts<Int8Words> OfInt8;
-#else
-typedef Bfloat16Products OfBfloat16;
-typedef Int8Products OfInt8;
-#endif
-
 // Returns 0, or 1 if there is no kernel for these entries.
 extern "C" int foretoken_attend(const Call& call, int n_thread) {
     const auto with = [&](auto entry, auto products) {
@@ -252,7 +244,7 @@ extern "C" int foretoken_attend(const Call& call, int n_thread) {
     };
     if (call.entries == 0) return with(float{}, Float32Products{});
     if (call.entries == 1 && !call.q_is_bfloat16) return with(bfloat16{}, WidenedProducts{});  // queries stay as they are
-    if (call.entries == 1) return with(bfloat16{}, OfBfloat16{});
-    if (call.entries == 2) return with(int8_t{}, OfInt8{});
+    if (call.entries == 1) return with(bfloat16{}, Bfloat16Products{});
+    if (call.entries == 2) return with(int8_t{}, Int8Products{});
     return call.entries == 3 ? with(float8{}, Float32Products{}) : 1;
 }

@@ -100,20 +100,15 @@ struct WidenedProducts : Float32Products {
 };
 
 #if defined(__AVX512BW__) || defined(AMX)
-// A vector of words as numbers of another type, and back.
-template <typename Number>
-struct InWords {
+// In blocks of 16 bytes, takes numbers in turns from the first (or, if OTHER, the second) halves of two vectors.
+template <typename Number, bool OTHER>
+inline vec mixed(vec a, vec b) {
     typedef Number numbers __attribute__((vector_size(4 * W)));
-
-    // In blocks of 16 bytes, takes numbers in turns from the first (or, if OTHER, the second) halves of two vectors.
-    template <bool OTHER>
-    static vec mixed(vec a, vec b) {
-        constexpr int N = 16 / sizeof(Number), ALL = 4 * N;
-        numbers at;
-        for (int i = 0; i < ALL; ++i) at[i] = i / N * N + i % N / 2 + (OTHER ? N / 2 : 0) + (i % 2 ? ALL : 0);
-        return (vec)__builtin_shuffle((numbers)a, (numbers)b, at);
-    }
-};
+    constexpr int N = 16 / sizeof(Number), ALL = 4 * N;
+    numbers at;
+    for (int i = 0; i < ALL; ++i) at[i] = i / N * N + i % N / 2 + (OTHER ? N / 2 : 0) + (i % 2 ? ALL : 0);
+    return (vec)__builtin_shuffle((numbers)a, (numbers)b, at);
+}
 
 // Words of two bfloat16: weights and queries are rounded to bfloat16.
 struct Bfloat16Words : Products {
@@ -143,8 +138,8 @@ struct Bfloat16Words : Products {
             for (int d = 0; d < N; d += W, to += 2 * W) {
                 vec x[2];
                 for (int i = 0; i < 2; ++i) x[i] = s + i < n ? load_first(values + (s + i) * stride + d, n_word - d) : vec{};
-                store(to, InWords<uint16_t>::mixed<false>(x[0], x[1]));
-                store(to + W, InWords<uint16_t>::mixed<true>(x[0], x[1]));
+                store(to, mixed<uint16_t, false>(x[0], x[1]));
+                store(to + W, mixed<uint16_t, true>(x[0], x[1]));
             }
     }
 };
@@ -187,38 +182,29 @@ struct Int8Words : Products {
     }
     template <int N>
     static void interleave(const float* values, int64_t stride, int n, int n_word, float* to) {
-        typedef InWords<uint8_t> Bytes;
-        typedef InWords<uint16_t> Pairs;
         for (int s = 0; s < TILE; s += 4)
             for (int d = 0; d < N; d += W, to += 4 * W) {
                 vec x[4];
                 for (int i = 0; i < 4; ++i) x[i] = s + i < n ? load_first(values + (s + i) * stride + d, n_word - d) : vec{};
-                const vec low[2] = {Bytes::mixed<false>(x[0], x[1]), Bytes::mixed<false>(x[2], x[3])};
-                const vec high[2] = {Bytes::mixed<true>(x[0], x[1]), Bytes::mixed<true>(x[2], x[3])};
-                store(to, Pairs::mixed<false>(low[0], low[1]));
-                store(to + W, Pairs::mixed<true>(low[0], low[1]));
-                store(to + 2 * W, Pairs::mixed<false>(high[0], high[1]));
-                store(to + 3 * W, Pairs::mixed<true>(high[0], high[1]));
+                const vec low[2] = {mixed<uint8_t, false>(x[0], x[1]), mixed<uint8_t, false>(x[2], x[3])};
+                const vec high[2] = {mixed<uint8_t, true>(x[0], x[1]), mixed<uint8_t, true>(x[2], x[3])};
+                store(to, mixed<uint16_t, false>(low[0], low[1]));
+                store(to + W, mixed<uint16_t, true>(low[0], low[1]));
+                store(to + 2 * W, mixed<uint16_t, false>(high[0], high[1]));
+                store(to + 3 * W, mixed<uint16_t, true>(high[0], high[1]));
             }
     }
 };
 #endif
 
-#if defined(__AVX512BW__) && (defined(__AVX512BF16__) || defined(__AVX512VNNI__))
-inline __m512i bits_of(float word) {
-    int32_t bits;
-    std::memcpy(&bits, &word, sizeof bits);
-    return _mm512_set1_epi32(bits);
-}
-#endif
-
+#if !defined(AMX)  // amx_products.hpp defines both products in its way
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && !defined(WIDENED)
 // Products in bfloat16, sums in float32.
 struct Bfloat16Products : Bfloat16Words {
     typedef vec Sum;
 
     static Sum times_query(Sum sum, vec keys, float word) {
-        return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)keys, (__m512bh)bits_of(word));
+        return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)keys, (__m512bh)word_at(&word));
     }
     static Sum times_weight(Sum sum, vec values, float word) { return times_query(sum, values, word); }
 };
@@ -233,14 +219,15 @@ struct Int8Products : Int8Words {
     typedef ivec Sum;
 
     static Sum times_query(Sum sum, vec keys, float word) {
-        return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)keys, bits_of(word));
+        return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)keys, (__m512i)word_at(&word));
     }
     static Sum times_weight(Sum sum, vec values, float word) {
-        return (ivec)_mm512_dpbusd_epi32((__m512i)sum, bits_of(word), (__m512i)values);
+        return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)word_at(&word), (__m512i)values);
     }
 };
 #else
 typedef Float32Products Int8Products;
+#endif
 #endif
 
 // The place of a dimension in sums over interleaved values: words of 4 dimensions stay together. Where the two numbers of

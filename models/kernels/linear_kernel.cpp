@@ -28,11 +28,6 @@ constexpr int OUTPUTS = 32, GROUP = 32;  // outputs of a block; inputs that shar
 constexpr int64_t PANEL = 96;  // rows of x that meet all blocks before the next rows do: they stay in a core's L2
 
 inline uvec load_words(const char* p) { return (uvec)load((const float*)p); }
-inline uvec word_at(const void* p) {
-    uint32_t word;
-    std::memcpy(&word, p, sizeof word);
-    return word + uvec{};
-}
 inline uvec lower_codes(uvec x) { return x & 0x0f0f0f0f; }
 inline uvec upper_codes(uvec x) { return lower_codes(x >> 4); }
 
@@ -156,11 +151,12 @@ __attribute__((always_inline)) inline void add_steps(Sum (&sums)[R][2], const ch
     }
 }
 
+// apart: the outputs from the first vector of sums to the second.
 template <int R, typename Number>
-inline void put(const Call<Number>& call, int64_t row, int64_t output, const vec (&sums)[R][2]) {
+inline void put(const Call<Number>& call, int64_t row, int64_t output, const vec (&sums)[R][2], int apart = 16) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-        const int64_t at = output + 16 * half;
+        const int64_t at = output + apart * half;
         const vec bias = call.bias ? load(call.bias + at) : broadcast(0.0f);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) store(call.y + (row + r) * call.n_out + at, sums[r][half] + bias);
@@ -389,38 +385,30 @@ void multiply(const Call<Number>& call, int n_thread) {
 
 constexpr int FLOAT_OUTPUTS = 16;  // outputs of a block, for x in float32
 
-// Multiplies R rows of x, which are x_row numbers apart, by V vectors of outputs: their words are vector_bytes apart, and
-// step_bytes from one word of an output to its next. A word has N inputs: one float32, or two bfloat16.
-template <int R, int N, int V, typename Number>
+// Multiplies R rows of x, which are x_row numbers apart, by two vectors of outputs: their words are vector_bytes apart,
+// and step_bytes from one word of an output to its next. A word has N inputs: one float32, or two bfloat16.
+template <int R, int N, typename Number>
 inline void multiply_block(const Call<Number>& call, const float* x, int64_t x_row, int64_t row, int64_t output,
                            const char* weights, int64_t vector_bytes, int64_t step_bytes, Prefetch prefetch) {
-    vec sums[R][V] = {};
+    vec sums[R][2] = {};
     for (int64_t i = 0; i < call.n_in; i += N, weights += step_bytes) {
         prefetch.step();
-        uvec words[V];
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) words[v] = load_words(weights + v * vector_bytes);
+        const uvec words[2] = {load_words(weights), load_words(weights + vector_bytes)};
 #pragma GCC unroll 2
         for (int of_word = 0; of_word < N; ++of_word) {
-            vec w[V];
-#pragma GCC unroll 4
-            for (int v = 0; v < V; ++v)
+            vec w[2];
+#pragma GCC unroll 2
+            for (int v = 0; v < 2; ++v)
                 w[v] = N == 1 ? (vec)words[v] : of_word ? upper_bfloat16(words[v]) : lower_bfloat16(words[v]);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
                 const vec number = broadcast(x[r * x_row + i + of_word]);
-#pragma GCC unroll 4
-                for (int v = 0; v < V; ++v) sums[r][v] += w[v] * number;
+                sums[r][0] += w[0] * number;
+                sums[r][1] += w[1] * number;
             }
         }
     }
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
-        const int64_t at = output + W * v;
-        const vec bias = call.bias ? load(call.bias + at) : broadcast(0.0f);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) store(call.y + (row + r) * call.n_out + at, sums[r][v] + bias);
-    }
+    put(call, row, output, sums, W);
 }
 
 // Multiplies x in float32 by weights in words of N inputs, [n_out / BLOCK, n_in / N, BLOCK], where BLOCK is 16 for x in
@@ -429,8 +417,8 @@ template <int N, typename Number>
 void multiply_floats(const Call<Number>& call, int n_thread) {
     constexpr bool IS_FLOAT = sizeof(Number) == 4;
     constexpr int BLOCK = IS_FLOAT ? FLOAT_OUTPUTS : OUTPUTS;
-    constexpr int V = 2, ROWS = W == 16 ? 12 : N == 1 ? 6 : 4;  // vectors of outputs, and rows, whose sums fill the registers
-    constexpr int BLOCKS = std::max(1, V * W / BLOCK), PARTS = BLOCK * BLOCKS / (V * W);  // of a block
+    constexpr int PAIR = 2 * W, ROWS = W == 16 ? 12 : N == 1 ? 6 : 4;  // outputs, and rows, whose sums fill the registers
+    constexpr int BLOCKS = std::max(1, PAIR / BLOCK), PARTS = BLOCK * BLOCKS / PAIR;  // of a block
     const int64_t block_bytes = call.n_in * BLOCK * 4 / N, vector_bytes = BLOCKS == 1 ? 4 * W : block_bytes;
 #pragma omp parallel num_threads(n_thread)
     {
@@ -438,7 +426,7 @@ void multiply_floats(const Call<Number>& call, int n_thread) {
         for (int64_t first = 0; first < call.n_row; first += PANEL) {
             const int64_t last = std::min(first + PANEL, call.n_row), n_group = (last - first + ROWS - 1) / ROWS;
             const int64_t per_group = (last - first + n_group - 1) / n_group, group_bytes = BLOCKS * block_bytes / PARTS / n_group;
-            const int prefetch_bytes = (4 * V * W + n_group - 1) / n_group;  // each group prefetches a part
+            const int prefetch_bytes = (4 * PAIR + n_group - 1) / n_group;  // each group prefetches a part
             const float* x = widened.get();
             int64_t x_row = call.n_in;
             if constexpr (IS_FLOAT)
@@ -448,14 +436,14 @@ void multiply_floats(const Call<Number>& call, int n_thread) {
                     for (int64_t i = 0; i < call.n_in; i += W)
                         store(widened.get() + (row - first) * x_row + i, load(call.x + row * call.x_row + i));
 #pragma omp for schedule(static) nowait
-            for (int64_t output = 0; output < call.n_out; output += V * W) {
-                const int64_t part = output % BLOCK / (V * W);
+            for (int64_t output = 0; output < call.n_out; output += PAIR) {
+                const int64_t part = output % BLOCK / PAIR;
                 const char* weights = call.weights + output / BLOCK * block_bytes;
                 const char* next = weights + BLOCKS * block_bytes + part * block_bytes / PARTS;
-                weights += part * 4 * V * W;
+                weights += part * 4 * PAIR;
                 for (int64_t row = first; row < last; row += per_group, next += group_bytes)
                     with_rows<ROWS>(std::min(per_group, last - row), [&](auto size) {
-                        multiply_block<size, N, V>(call, x + (row - first) * x_row, x_row, row, output, weights,
+                        multiply_block<size, N>(call, x + (row - first) * x_row, x_row, row, output, weights,
                                                    vector_bytes, 4 * BLOCK, {next, prefetch_bytes});
                     });
             }

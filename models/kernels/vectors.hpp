@@ -54,6 +54,12 @@ inline vec load(const bfloat16* p) {
 // The first and the second numbers of words of two.
 inline vec lower_bfloat16(uvec words) { return (vec)(words << 16); }
 inline vec upper_bfloat16(uvec words) { return (vec)(words & 0xffff0000); }
+// Loads a word into all lanes.
+inline uvec word_at(const void* p) {
+    uint32_t word;
+    std::memcpy(&word, p, sizeof word);
+    return word + uvec{};
+}
 // Loads W bytes as numbers of 32 bits. GCC 12 widens bytes in many steps.
 template <typename Byte>
 inline ivec widened(const Byte* p) {
