@@ -19,13 +19,7 @@ class RingKVCache(KVCache):
     """
 
     def __init__(
-        self,
-        config: KVShape,
-        max_batch: int,
-        budget: int,
-        n_fixed: int,
-        device: Device = "cpu",
-        dtype: torch.dtype | None = None,
+        self, config: KVShape, max_batch: int, budget: int, n_fixed: int, device: Device, dtype: torch.dtype | None
     ) -> None:
         require_at_least("draft_budget", budget, n_fixed + 1)
         super().__init__(config, max_batch, budget, device, dtype)

@@ -15,7 +15,7 @@ from kv_cache.entries import KV, SCORE_CHUNK
 from kv_cache.quantized import QuantizedKVCache
 from models.attention.base import MAX_BLOCK, AttentionBackend, AttentionSpec
 from models.attention.cpp_backend import ENTRIES, PART, CppAttention
-from models.attention.flash_backend import FlashAttention, find_flavour
+from models.attention.flash_backend import FlashAttention, find_package
 from models.attention.torch_backend import TorchAttention
 from models.config import ModelConfig
 from models.kernels.check import Case, Results
@@ -43,7 +43,7 @@ def candidate(library: ctypes.CDLL | str) -> AttentionBackend:
         return TritonAttention()
     if isinstance(library, ctypes.CDLL):
         return CppAttention(library)
-    return FlashAttention(find_flavour("cuda"), TorchAttention())
+    return FlashAttention(*find_package("cuda"), TorchAttention())
 
 
 def cases() -> Iterator[Case]:

@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -34,6 +33,17 @@ class Package(NamedTuple):
     def __str__(self) -> str:
         return f"{self.title} ({self.module})"
 
+    def unsupported(self, spec: AttentionSpec) -> str | None:
+        """Return why the kernels cannot run a model of this shape; None if they can."""
+        if spec.dtype not in self.dtypes:
+            return f"{self.title} takes {' or '.join(map(str, self.dtypes))}, the model is in {spec.dtype}"
+        if spec.head_dim > LARGEST_HEAD_DIM or spec.head_dim % HEAD_DIM_STEP:
+            takes = f"takes head dims up to {LARGEST_HEAD_DIM} that are multiples of {HEAD_DIM_STEP}"
+            return f"{self.title} {takes}, the model's is {spec.head_dim}"
+        if spec.sliding_window is not None and not self.has_windows:
+            return f"{self.title} cannot apply the model's sliding window of {spec.sliding_window} tokens"
+        return None
+
 
 FA3 = Package("FlashAttention-3", "flash_attn_interface", True, True, (torch.float16, torch.bfloat16))
 # The wheel on PyPI: built without windows and without float16.
@@ -42,30 +52,9 @@ FA3_FWD = Package("fa3-fwd", "fa3_fwd_interface", True, False, (torch.bfloat16,)
 FA2 = Package("FlashAttention-2", "flash_attn", False, False, (torch.float16, torch.bfloat16))
 
 
-@dataclass(frozen=True)
-class Flavour:
-    """An imported package, and the multiprocessors of the device."""
-
-    package: Package
-    kernel: Callable[..., Any]
-    n_processor: int
-
-    def unsupported(self, spec: AttentionSpec) -> str | None:
-        """Return why the kernels cannot run a model of this shape; None if they can."""
-        title = self.package.title
-        if spec.dtype not in self.package.dtypes:
-            return f"{title} takes {' or '.join(map(str, self.package.dtypes))}, the model is in {spec.dtype}"
-        if spec.head_dim > LARGEST_HEAD_DIM or spec.head_dim % HEAD_DIM_STEP:
-            takes = f"takes head dims up to {LARGEST_HEAD_DIM} that are multiples of {HEAD_DIM_STEP}"
-            return f"{title} {takes}, the model's is {spec.head_dim}"
-        if spec.sliding_window is not None and not self.package.has_windows:
-            return f"{title} cannot apply the model's sliding window of {spec.sliding_window} tokens"
-        return None
-
-
-def find_flavour(device: torch.device | str) -> Flavour:
-    """Return the best package for a device: FlashAttention-3 on Hopper, from either package, else FlashAttention-2.
-    Raises BuildError."""
+def find_package(device: torch.device | str) -> tuple[Package, Callable[..., Any], int]:
+    """Return the best package for a device, its kernel, and the device's number of multiprocessors: FlashAttention-3 on
+    Hopper, from either package, else FlashAttention-2. Raises BuildError."""
     device = torch.device(device)
     if device.type != "cuda":
         raise BuildError(f"the flash kernels need a CUDA device, not {device.type}")
@@ -79,8 +68,7 @@ def find_flavour(device: torch.device | str) -> Flavour:
         except Exception as error:  # a package built for another torch or CUDA may raise anything
             failures.append(f"{package}: {error}")
         else:
-            n_processor = torch.cuda.get_device_properties(device).multi_processor_count
-            return Flavour(package, kernel, n_processor)
+            return package, kernel, torch.cuda.get_device_properties(device).multi_processor_count
     raise BuildError("no flash package could be imported: " + "; ".join(failures))
 
 
@@ -110,8 +98,10 @@ class FlashAttention:
 
     name = "flash"
 
-    def __init__(self, flavour: Flavour, fallback: AttentionBackend) -> None:
-        self.flavour, self.fallback = flavour, fallback
+    def __init__(
+        self, package: Package, kernel: Callable[..., Any], n_processor: int, fallback: AttentionBackend
+    ) -> None:
+        self.package, self.kernel, self.n_processor, self.fallback = package, kernel, n_processor, fallback
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> FlashPrepared:
         """Return the kernel's arguments for queries at `[B, T]`; its causal mask ends at the last key of each row.
@@ -122,8 +112,8 @@ class FlashAttention:
         """
         n_token = queries.shape[1]
         in_view = slots.in_order and (n_token <= MAX_BLOCK or slots.block_ends_view)
-        reads_once = self.flavour.package.packs_groups or spec.group_size == 1 or not 1 < n_token <= MAX_BLOCK
-        runs = in_view and reads_once and self.flavour.unsupported(spec) is None
+        reads_once = self.package.packs_groups or spec.group_size == 1 or not 1 < n_token <= MAX_BLOCK
+        runs = in_view and reads_once and self.package.unsupported(spec) is None
         options = self._options(spec, queries, slots) if runs else None
         prepared = (partial(backend.prepare, spec, queries, slots) for backend in (self.fallback, TorchAttention()))
         return FlashPrepared(options, *map(cache, prepared))
@@ -134,7 +124,7 @@ class FlashAttention:
         if kv.chunk_scores is not None:  # by a separate product, so that the output's bits stay the same
             keys = kv.keys if kv.rows is None else kv.keys[kv.rows]
             fill_chunk_scores(q, keys.transpose(1, 2), prepared.bias(), kv)
-        return self.flavour.kernel(q, kv.keys, kv.values, **prepared.options)
+        return self.kernel(q, kv.keys, kv.values, **prepared.options)
 
     def _options(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> dict[str, Any]:
         (batch, n_token), n_slot = queries.shape, slots.positions.shape[1]
@@ -145,8 +135,8 @@ class FlashAttention:
             options["cache_seqlens"] = (queries[:, -1] + 1).to(torch.int32)
         if spec.sliding_window is not None:
             options["window_size"] = (spec.sliding_window - 1, 0)
-        if self.flavour.package.packs_groups:
+        if self.package.packs_groups:
             n_tile = batch * spec.n_kv_head * -(-n_token * spec.group_size // TILE_ROWS)
-            options["num_splits"] = split_count(n_tile, n_slot, self.flavour.n_processor)
+            options["num_splits"] = split_count(n_tile, n_slot, self.n_processor)
             options["pack_gqa"] = spec.group_size > 1
         return options

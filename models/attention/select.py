@@ -8,7 +8,7 @@ from common.errors import refuse
 from common.launch import missing_launcher
 from models.attention import cpp_backend
 from models.attention.base import AttentionBackend, AttentionSpec
-from models.attention.flash_backend import FlashAttention, find_flavour
+from models.attention.flash_backend import FlashAttention, find_package
 from models.attention.torch_backend import TorchAttention
 from models.kernels.build import BuildError, choose
 from models.names import BACKENDS
@@ -72,15 +72,15 @@ def _triton(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> 
 
 
 def _flash(device: torch.device, spec: AttentionSpec, entries: torch.dtype) -> Selection:
-    flavour = find_flavour(device)
+    package, kernel, n_processor = find_package(device)
     try:
         fallback = _triton(device, spec, entries).backend
     except BuildError:
         fallback = TorchAttention()
-    if reason := flavour.unsupported(spec) or refusal("flash"):
+    if reason := package.unsupported(spec) or refusal("flash"):
         return Selection(fallback, reason)
-    why = f"{flavour.package}; rings and caches in 8 or 4 bits on {fallback.name}"
-    return Selection(FlashAttention(flavour, fallback), why)
+    why = f"{package}; rings and caches in 8 or 4 bits on {fallback.name}"
+    return Selection(FlashAttention(package, kernel, n_processor, fallback), why)
 
 
 def refusal(name: str) -> str | None:

@@ -69,13 +69,8 @@ def cases() -> Iterator[Case]:
             q, scale = round_to_uint8(x.reshape(-1, layer.n_rounded))
             rounded = ((q.double() - 128) * scale).view(x.shape)
         what, expected = f"{dtype_name(dtype)}, weights of {layer.bits} bits", rounded @ layer.numbers.double().T + bias
-        yield Case(
-            what,
-            ALLOWED[dtype],
-            partial(_product, layer, x, bias),
-            (expected,),
-            is_timed=layer.bits == 16 and dtype == torch.bfloat16,
-        )
+        is_timed = layer.bits == 16 and dtype == torch.bfloat16
+        yield Case(what, ALLOWED[dtype], partial(_product, layer, x, bias), (expected,), is_timed)
         yield Case(what, ALLOWED[dtype], partial(_differs, layer, x, bias), (torch.zeros(n_row, D_OUT),))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from models.attention import AttentionSpec, select_backend
 from models.attention.base import MAX_BLOCK
-from models.attention.flash_backend import FA2, FA3, FA3_FWD, FlashAttention, Flavour, Package
+from models.attention.flash_backend import FA2, FA3, FA3_FWD, FlashAttention, Package
 from models.attention.torch_backend import TorchAttention
 from tests.support import attention_cases
 from tests.support.recorded_graph import NoHostReads
@@ -73,7 +73,7 @@ def make_backend(package):
     """Return the backend over a stand-in that takes float32, its fallback, and the stand-in."""
     package = package._replace(dtypes=(torch.float32,))
     module, fallback = fake_package(package), Mock(wraps=TorchAttention())
-    return FlashAttention(Flavour(package, module.flash_attn_with_kvcache, 132), fallback), fallback, module
+    return FlashAttention(package, module.flash_attn_with_kvcache, 132, fallback), fallback, module
 
 
 def assert_runs_on_flash(case, package):
