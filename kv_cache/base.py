@@ -36,10 +36,11 @@ class KVShape(Protocol):
 
 
 class TrialShape(NamedTuple):
-    """A small `KVShape`, for caches that kernels are tried on."""
+    """A small `KVShape`, for caches that kernels and policies are tried on."""
 
     n_layer: int = 1
     n_kv_head: int = 2
+    n_head: int = 4
     head_dim: int = 64
 
 

@@ -9,18 +9,17 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
 from common.errors import refuse
 from common.say import say
-from kv_cache.base import Device, KVCache, KVShape
+from kv_cache.base import Device, KVCache, KVShape, TrialShape
 
 Kind = TypeVar("Kind", bound=type)
 # The model, the largest budget, and the tokens beyond it, that a policy is tried on before anything is loaded.
-TINY: Any = SimpleNamespace(n_layer=1, n_kv_head=2, n_head=4, head_dim=4)
+TINY = TrialShape(head_dim=4)
 DRY_RUN_BUDGET, BEYOND = 1024, 64
 
 
