@@ -4,9 +4,7 @@
 // numbers, and do not keep loads behind the stores before them.
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include "models/kernels/vectors.hpp"
 #if !defined(EMULATED)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -74,18 +72,14 @@ inline void multiply_int8() {
 #else
 struct Tile {
     int rows, bytes;
-    alignas(64) uint8_t at[16][64];
+    uvec at[16];
 };
 thread_local Tile tiles[8];
 
 inline const char* refusal() { return nullptr; }
 
 inline void configure(const Shapes& shapes) {
-    for (int tile = 0; tile < 8; ++tile) {
-        std::memset(&tiles[tile], 0, sizeof(Tile));
-        tiles[tile].rows = shapes.rows[tile];
-        tiles[tile].bytes = shapes.bytes[tile];
-    }
+    for (int tile = 0; tile < 8; ++tile) tiles[tile] = {shapes.rows[tile], shapes.bytes[tile], {}};
 }
 inline void release() { configure(Shapes{}); }
 
@@ -97,65 +91,40 @@ template <int TO>
 inline void load(const void* from, int64_t stride) {
     zero<TO>();
     for (int row = 0; row < tiles[TO].rows; ++row)
-        std::memcpy(tiles[TO].at[row], (const char*)from + row * stride, tiles[TO].bytes);
+        std::memcpy(&tiles[TO].at[row], (const char*)from + row * stride, tiles[TO].bytes);
 }
 template <int FROM>
 inline void store(void* to, int64_t stride) {
     for (int row = 0; row < tiles[FROM].rows; ++row)
-        std::memcpy((char*)to + row * stride, tiles[FROM].at[row], tiles[FROM].bytes);
+        std::memcpy((char*)to + row * stride, &tiles[FROM].at[row], tiles[FROM].bytes);
 }
 
-inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
-// The first and second halves of each word of a row, which are in bfloat16.
-struct Halves {
-    float first[16], second[16];
-
-    explicit Halves(const uint8_t* row) {
-        uint32_t words[16], upper[16];
-        std::memcpy(words, row, sizeof words);
-        for (int n = 0; n < 16; ++n) upper[n] = words[n] & 0xffff0000, words[n] <<= 16;
-        std::memcpy(first, words, sizeof words);
-        std::memcpy(second, upper, sizeof upper);
-        for (int n = 0; n < 16; ++n) first[n] = flushed(first[n]), second[n] = flushed(second[n]);
-    }
-};
+inline vec flushed(vec x) { return larger(x, -x) < broadcast(0x1p-126f) ? (vec)((uvec)x & 0x80000000) : x; }
 // As the processor's manual has it: first and second halves are added up apart; numbers below the normal ones are 0.
 template <int SUM, int A, int B>
 inline void multiply_bfloat16() {
-    float first[16][16] = {}, second[16][16] = {};
-    for (int k = 0; k < tiles[B].rows; ++k) {
-        const Halves b(tiles[B].at[k]);
+    vec first[16] = {}, second[16] = {};
+    for (int k = 0; k < tiles[B].rows; ++k)
         for (int m = 0; m < tiles[SUM].rows; ++m) {
-            const Halves a(tiles[A].at[m]);
-            for (int n = 0; n < 16; ++n) {
-                first[m][n] = flushed(std::fma(a.first[k], b.first[n], first[m][n]));
-                second[m][n] = flushed(std::fma(a.second[k], b.second[n], second[m][n]));
-            }
+            const uvec a = tiles[A].at[m][k] + uvec{}, b = tiles[B].at[k];  // their products are exact
+            first[m] = flushed(first[m] + flushed(lower_bfloat16(a)) * flushed(lower_bfloat16(b)));
+            second[m] = flushed(second[m] + flushed(upper_bfloat16(a)) * flushed(upper_bfloat16(b)));
         }
-    }
     for (int m = 0; m < tiles[SUM].rows; ++m) {
-        float sums[16];
-        std::memcpy(sums, tiles[SUM].at[m], sizeof sums);
-        for (int n = 0; n < 16; ++n) sums[n] = flushed(flushed(sums[n]) + flushed(first[m][n] + second[m][n]));
-        std::memcpy(tiles[SUM].at[m], sums, sizeof sums);
+        uvec& sum = tiles[SUM].at[m];
+        sum = (uvec)flushed(flushed((vec)sum) + flushed(first[m] + second[m]));
     }
 }
 template <int SUM, int A, int B, bool A_IS_UNSIGNED, bool B_IS_UNSIGNED = false>
 inline void multiply_int8() {
-    uint32_t sums[16][16];
-    std::memcpy(sums, tiles[SUM].at, sizeof sums);
     for (int k = 0; k < tiles[A].bytes; ++k) {
-        int32_t b[16];
-        for (int n = 0; n < 16; ++n) {
-            const uint8_t byte = tiles[B].at[k / 4][4 * n + k % 4];
-            b[n] = B_IS_UNSIGNED ? byte : (int8_t)byte;
-        }
+        const uvec bytes = tiles[B].at[k / 4] << (24 - k % 4 * 8);
+        const uvec b = B_IS_UNSIGNED ? bytes >> 24 : (uvec)((ivec)bytes >> 24);
         for (int m = 0; m < tiles[SUM].rows; ++m) {
-            const int32_t a = A_IS_UNSIGNED ? tiles[A].at[m][k] : (int8_t)tiles[A].at[m][k];
-            for (int n = 0; n < 16; ++n) sums[m][n] += a * b[n];
+            const auto a = (uint8_t)(tiles[A].at[m][k / 4] >> k % 4 * 8);
+            tiles[SUM].at[m] += b * (uint32_t)(A_IS_UNSIGNED ? a : (int8_t)a);
         }
     }
-    std::memcpy(tiles[SUM].at, sums, sizeof sums);
 }
 #endif
 
