@@ -99,12 +99,12 @@ struct WidenedProducts : Float32Products {
     static vec part(vec words) { return PART ? upper_bfloat16((uvec)words) : lower_bfloat16((uvec)words); }
 };
 
-#if defined(__AVX512BW__) || defined(AMX)
+#if defined(__AVX2__) || defined(AMX)
 // In blocks of 16 bytes, takes numbers in turns from the first (or, if OTHER, the second) halves of two vectors.
 template <typename Number, bool OTHER>
 inline vec mixed(vec a, vec b) {
     typedef Number numbers __attribute__((vector_size(4 * W)));
-    constexpr int N = 16 / sizeof(Number), ALL = 4 * N;
+    constexpr int N = 16 / sizeof(Number), ALL = 4 * W / sizeof(Number);
     numbers at;
     for (int i = 0; i < ALL; ++i) at[i] = i / N * N + i % N / 2 + (OTHER ? N / 2 : 0) + (i % 2 ? ALL : 0);
     return (vec)__builtin_shuffle((numbers)a, (numbers)b, at);
@@ -149,16 +149,20 @@ struct Bfloat16Words : Products {
 struct Int8Words : Products {
     static constexpr int PACK = 4, PLANES = 2, KEY_SHIFT = 7, VALUE_SHIFT = 8;
 
-    // taken_off: what the products exceed by if keys count from -128.
+    // Returns the step of a query's numbers in 15 bits; NaN if one is not finite.
     template <int D>
-    static void pack_query(const float* q, float* words, float& step, int32_t& taken_off) {
-        constexpr float LARGEST = 127 << KEY_SHIFT;
+    static float step_of(const float* q) {
         vec top{}, nothing{};  // `nothing` becomes NaN after a number that is not finite
         for (int d = 0; d < D; d += W) {
             top = larger(top, larger(load(q + d), -load(q + d)));
             nothing += load(q + d) * broadcast(0);
         }
-        step = largest_lane(top) / LARGEST + sum_of_lanes(nothing);
+        return largest_lane(top) / (127 << 7) + sum_of_lanes(nothing);
+    }
+    // taken_off: what the products exceed by if keys count from -128.
+    template <int D>
+    static void pack_query(const float* q, float* words, float& step, int32_t& taken_off) {
+        step = step_of<D>(q);
         const vec inverse = broadcast(step > 0 ? 1 / step : 0);
         ivec sum{};
         for (int d = 0; d < D; d += W) {
@@ -225,16 +229,60 @@ struct Int8Products : Int8Words {
         return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)word_at(&word), (__m512i)values);
     }
 };
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+// Products of pairs in 16 bits, sums exact. A word has four dimensions of a key, or two dimensions of two values: its even
+// bytes are multiplied, then its odd ones. Queries and a tile's weights are rounded to 15 bits.
+struct Int8Products : Int8Words {
+    static constexpr int PACK = 2, APART = 2, PLANES = 1, ROWS = 4;
+    typedef ivec Sum;
+
+    template <int PART>
+    static vec part(vec words) {
+        return (vec)_mm256_srai_epi16(PART ? (__m256i)words : _mm256_slli_epi16((__m256i)words, 8), 8);
+    }
+    static Sum times_query(Sum sum, vec keys, float word) {
+        return sum + (ivec)_mm256_madd_epi16((__m256i)keys, (__m256i)broadcast(word));
+    }
+    static Sum times_weight(Sum sum, vec values, float word) { return times_query(sum, values, word); }
+
+    // Rounds 2 * W numbers to 16 bits.
+    static vec in_16_bits(vec first, vec second) {
+        const __m256i mixed = _mm256_packs_epi32((__m256i)nearest(first), (__m256i)nearest(second));
+        return (vec)_mm256_permute4x64_epi64(mixed, 0b11011000);
+    }
+    template <int D>
+    static void pack_query(const float* q, float* words, float& step, int32_t& taken_off) {
+        step = step_of<D>(q);
+        taken_off = 0;
+        const vec inverse = broadcast(step > 0 ? 1 / step : 0);
+        for (int d = 0; d < D; d += 2 * W) {  // of four dimensions, the even ones come first
+            const vec pairs = in_16_bits(load(q + d) * inverse, load(q + d + W) * inverse);
+            const __m256i low = _mm256_shufflelo_epi16((__m256i)pairs, 0b11011000);
+            store(words + d / 2, (vec)_mm256_shufflehi_epi16(low, 0b11011000));
+        }
+    }
+    static float pack_weights(const float* weights, float* words) {
+        const float largest = largest_lane(larger(load(weights), load(weights + W)));
+        const vec inverse = broadcast(largest > 0 ? 32767 / largest : 0);
+        store(words, in_16_bits(load(weights) * inverse, load(weights + W) * inverse));
+        return largest / 32767;
+    }
+    template <int N>
+    static void interleave(const float* values, int64_t stride, int n, int n_word, float* to) {
+        Bfloat16Words::interleave<N>(values, stride, n, n_word, to);
+    }
+};
 #else
 typedef Float32Products Int8Products;
 #endif
 #endif
 
-// The place of a dimension in sums over interleaved values: words of 4 dimensions stay together. Where the two numbers of
-// a word are multiplied in turn, the first numbers of W words come before their second numbers.
+// The place of a dimension in sums over interleaved values: words of 4 dimensions stay together. Where the numbers of a
+// word are multiplied in turn, those of W words that come first stand before the others.
 template <typename P>
 inline int interleaved(int d) {
-    const int n = P::APART > 1 ? 2 * W : 16 * P::PACK, in = d % n;
+    const int n = P::APART > 1 ? 2 * W * P::PACK : 16 * P::PACK, in = d % n;
+    if (P::APART == 2 && P::PACK == 2) return d - in + in % 16 / 8 * 2 * W + in % 2 * W + in / 16 * 4 + in % 8 / 2;
     return d - in + (P::APART > 1 ? in % 2 * W + in / 2 : in / 4 % P::PACK * 16 + in / (4 * P::PACK) * 4 + in % 4);
 }
 

@@ -36,6 +36,10 @@ struct Call {
     void* out;  // [batch, tokens, heads, head_dim]
 };
 
+// Whether products are summed as integers, a tile at a time.
+template <typename P>
+constexpr bool IN_INTEGERS = std::is_same_v<typename P::Sum, ivec>;
+
 // Computes scores of N query rows against a tile, as multiples of log2(e). q: words, by row and plane.
 template <int N, int D, typename P>
 inline void tile_scores(const float* q, const float* keys_t, const float* steps, const int32_t* taken_off,
@@ -70,7 +74,7 @@ inline void tile_scores(const float* q, const float* keys_t, const float* steps,
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half) {
             vec x;
-            if constexpr (P::PLANES > 1)
+            if constexpr (IN_INTEGERS<P>)
                 x = __builtin_convertvector(acc[m][half] - taken_off[m], vec);
             else
                 x = acc[m][half];
@@ -86,7 +90,7 @@ inline void tile_values(const float* weights, const float* values, const float* 
     ahead.begin(N, D / (V * W) * P::PLANES * WORDS / EVERY);
     for (int at = 0; at < D; at += V * W) {
         typename P::Sum acc[N][V] = {};
-        if constexpr (P::PLANES == 1) {
+        if constexpr (!IN_INTEGERS<P>) {
 #pragma GCC unroll 12
             for (int m = 0; m < N; ++m)
 #pragma GCC unroll 4
@@ -120,7 +124,7 @@ inline void tile_values(const float* weights, const float* values, const float* 
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) {
                 float* to = out + m * D + at + v * W;
-                if constexpr (P::PLANES > 1)
+                if constexpr (IN_INTEGERS<P>)
                     store(to, load(to) + __builtin_convertvector(acc[m][v], vec) * broadcast(steps[m]));
                 else
                     store(to, acc[m][v]);

@@ -109,6 +109,8 @@ inline void store_bytes(Byte* to, ivec x) {
 inline ivec nearest(vec x) {
 #if defined(__AVX512F__) && LANES == 16
     return (ivec)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__) && LANES == 8
+    return (ivec)_mm256_cvtps_epi32((__m256)x);
 #else
     return (ivec)(x + broadcast(12582912.0f)) - (ivec)broadcast(12582912.0f);
 #endif
