@@ -63,8 +63,8 @@ class CppAttention:
         # `Call` in the kernel: sizes, then strides by row, head and slot.
         kinds = head_dim, ENTRIES.index(kv.keys.dtype), batch, n_kv_head, n_slot, n_token, n_head // n_kv_head
         sizes = [*kinds, *q.stride()[:3], q.dtype == torch.bfloat16]
-        scales = kv.key_scales if kv.key_scales is not None else kv.keys[..., 0]
-        sizes += [tensor.stride(dim) for tensor in (kv.keys, kv.values, scales) for dim in (0, 2, 1)]
+        sizes += [tensor.stride(dim) for tensor in (kv.keys, kv.values) for dim in (0, 2, 1)]
+        sizes += (0, 0) if kv.key_scales is None else (kv.key_scales.stride(0), kv.key_scales.stride(2))
         sizes += [PART, prepared.window, *((0, 0, 0) if kv.chunk_scores is None else kv.chunk_scores.stride()[:3])]
         packed: tuple[Tensor | None, ...] = (None,) * 5
         if kv.packed is None:
@@ -79,6 +79,7 @@ class CppAttention:
         partials = torch.empty(batch * n_head * n_part * n_token * (padded + 2), dtype=torch.float32)
         # The kernel reads entries of fewer bits in words of 32.
         assert all(step * kv.keys.element_size() % 4 == 0 for step in (*kv.keys.stride()[:3], *kv.values.stride()[:3]))
+        assert kv.key_scales is None or kv.key_scales.stride(1) == 1
         assert q.stride(-1) == kv.keys.stride(-1) == kv.values.stride(-1) == 1 and kv.values.dtype == kv.keys.dtype
         read = q, kv.rows, kv.keys, kv.values, kv.key_scales, kv.value_scales, slots, prepared.newest
         call(self.kernel.foretoken_attend, sizes, (*read, *packed, partials, kv.chunk_scores, out))

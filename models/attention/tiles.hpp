@@ -16,7 +16,7 @@ struct Call {
     int64_t head_dim, entries;  // entries: 0 float, 1 bfloat16, 2 int8, 3 float8; those in 8 bits have scales
     int64_t batch, n_kv_head, n_slot, n_token, group;  // group: query heads of a KV head
     int64_t q_row, q_token, q_head, q_is_bfloat16;  // strides in elements, here and below
-    int64_t key_row, key_head, key_slot, value_row, value_head, value_slot, scale_row, scale_head, scale_slot;
+    int64_t key_row, key_head, key_slot, value_row, value_head, value_slot, scale_row, scale_head;  // scales lie by slot
     int64_t part, window;  // slots per task, a multiple of TILE; the most positions that a query sees, 0: all
     int64_t scores_row, scores_token, scores_head;
     // The numbers of tokens in 4 bits, of tokens that share a key's grid, and of a value's grids; strides of Packed.
@@ -149,17 +149,16 @@ struct Stored {
     int n_word;
     int64_t key_stride, value_stride;  // in words
     const float *key_scales, *value_scales;
-    int64_t scale_stride;
     // The words and factors of the block's queries, then buffers for a tile.
     alignas(64) float q[BLOCK * P::PLANES * D / P::PACK], steps[BLOCK], weight_steps[BLOCK];
     int32_t taken_off[BLOCK];
-    alignas(64) float tile[TILE * D / P::PACK], weight_words[BLOCK * P::PLANES * TILE / P::PACK], scales[TILE];
+    alignas(64) float tile[TILE * D / P::PACK], weight_words[BLOCK * P::PLANES * TILE / P::PACK];
 
     Stored(const Call& at, int64_t row, int64_t head)
         : keys((const Word*)((const Entry*)at.keys + row * at.key_row + head * at.key_head)),
           values((const Word*)((const Entry*)at.values + row * at.value_row + head * at.value_head)),
           n_word(at.head_dim / IN_WORD), key_stride(at.key_slot / IN_WORD), value_stride(at.value_slot / IN_WORD),
-          key_scales(at.key_scales), value_scales(at.value_scales), scale_stride(at.scale_slot) {
+          key_scales(at.key_scales), value_scales(at.value_scales) {
         if (key_scales) key_scales += row * at.scale_row + head * at.scale_head;
         if (value_scales) value_scales += row * at.scale_row + head * at.scale_head;
     }
@@ -175,9 +174,10 @@ struct Stored {
         }
     }
     void multiply(const float* by, int64_t start, int n, int n_row, float* weights) {
-        for (int s = 0; s < TILE; ++s) scales[s] = s < n ? by[(start + s) * scale_stride] : 0;
-        for (int m = 0; m < n_row; ++m)
-            for (int s = 0; s < TILE; s += W) store(weights + m * TILE + s, load(weights + m * TILE + s) * load(scales + s));
+        for (int s = 0; s < TILE; s += W) {
+            const vec scales = load_first(by + start + s, n - s);
+            for (int m = 0; m < n_row; ++m) store(weights + m * TILE + s, load(weights + m * TILE + s) * scales);
+        }
     }
     void score_tile(int n_row, Ahead ahead, float* weights) {
         if constexpr (P::IN_AMX) {
