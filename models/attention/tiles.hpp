@@ -85,7 +85,7 @@ inline void tile_scores(const float* q, const float* keys_t, const float* steps,
 // out += weights * values, for N query rows and V vectors of the head dimension at a time, whose sums fit the registers.
 template <int N, int D, typename P>
 inline void tile_values(const float* weights, const float* values, const float* steps, Ahead& ahead, float* out) {
-    constexpr int V = 4 * N + 4 <= REGISTERS ? 4 : 2, WORDS = TILE / P::PACK;
+    constexpr int V = N <= (REGISTERS == 32 ? 7 : 2) ? 4 : 2, WORDS = TILE / P::PACK;
     constexpr int EVERY = REGISTERS == 32 ? 1 : 4;  // words between prefetches: AVX2's short steps wait for their branch
     ahead.begin(N, D / (V * W) * P::PLANES * WORDS / EVERY);
     for (int at = 0; at < D; at += V * W) {
