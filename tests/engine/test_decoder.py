@@ -20,6 +20,7 @@ from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
 from tests.support.scenarios import random_sampling
 from tests.support.tiny import (
     continue_by_recomputing,
+    continue_plainly,
     decode,
     full_cache,
     near_model,
@@ -29,7 +30,7 @@ from tests.support.tiny import (
     tiny_model,
     tiny_runner,
 )
-from tests.support.witness import VOCAB, continue_plainly, cut, witness_runner
+from tests.support.witness import VOCAB, cut, next_logits, witness_runner
 
 SCRIPT = (PLAIN, RoundChoice(0, 3), RoundChoice(1, 2), RoundChoice(1, 3), RoundChoice(2, 3), PLAIN, RoundChoice(0, 1))
 WARM = SamplingParams(1.5, top_k=20, seed=3)
@@ -50,7 +51,7 @@ def random_requests(rng: random.Random, mode: str) -> list[Request]:
 
 
 def expected(request: Request) -> list[int]:
-    future = continue_plainly(request.prompt, request.limit, request.sampling, request.id)
+    future = continue_plainly(next_logits, request.prompt, request.limit, request.sampling, request.id)
     return cut(future, list(request.stop_tokens))
 
 

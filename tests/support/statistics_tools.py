@@ -3,23 +3,17 @@
 import torch
 from torch import Tensor
 
-
-def chi_square_p_value(counts: Tensor, expected: Tensor, fewest: float = 5.0) -> float:
-    """P(a chi-square at least this large) for `counts` against `expected`, of equal totals; any shapes.
-
-    Cells that expect fewer than `fewest` are pooled into one. A count where nothing is expected gives 0.
-    """
-    statistic, freedom = chi_square(counts, expected, fewest)
-    return upper_tail(statistic, freedom)
+FEWEST = 5.0  # cells that expect fewer counts are pooled into one
 
 
-def chi_square(counts: Tensor, expected: Tensor, fewest: float = 5.0) -> tuple[float, int]:
-    """The statistic and its degrees of freedom; infinite if what cannot happen did. They add up over samples."""
+def chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
+    """Return the statistic of `counts` against `expected`, of equal totals and any shapes, and its degrees of freedom;
+    infinite if what cannot happen did. They add up over samples."""
     counts, expected = counts.double().flatten(), expected.double().flatten()
     assert abs(float(counts.sum() - expected.sum())) < 1e-6 * float(counts.sum()), "the totals differ"
     if bool((counts[expected <= 0] > 0).any()):
         return float("inf"), 1
-    small = expected < fewest
+    small = expected < FEWEST
     pooled = torch.stack([expected[small].sum(), counts[small].sum()])
     wanted, seen = expected[~small], counts[~small]
     if float(pooled[0]) > 0:

@@ -84,18 +84,18 @@ def recomputing(model: Transformer, kv_dtype: torch.dtype | None = None) -> Next
     return next_logits
 
 
-def continue_by_recomputing(
-    model: Transformer,
-    prompt: list[int],
-    n_tokens: int,
-    sampling: SamplingParams | None = None,
-    request: int = 0,
-    kv_dtype: torch.dtype | None = None,
+def continue_plainly(
+    next_logits: NextLogits, prompt: list[int], n_tokens: int, sampling: SamplingParams | None = None, request: int = 0
 ) -> list[int]:
-    """Return the tokens of plain decoding, in the coupled mode if it samples; every token runs the whole text anew."""
+    """Return the tokens of plain decoding, in the coupled mode if it samples."""
     sampling = sampling or SamplingParams()
     mode = "greedy" if sampling.greedy else "coupled"
-    return reference.decode(recomputing(model, kv_dtype), prompt, n_tokens, sampling, mode, request)
+    return reference.decode(next_logits, prompt, n_tokens, sampling, mode, request)
+
+
+def continue_by_recomputing(model: Transformer, *how: Any) -> list[int]:
+    """Return `continue_plainly` of a model; every token runs the whole text anew. how: from the prompt on."""
+    return continue_plainly(recomputing(model), *how)
 
 
 def recomputed(

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from engine import ModelRunner
-from engine.evaluation.reference import decode
-from engine.sampling.distribution import SamplingParams
 from kv_cache import FullKVCache
 from kv_cache.entries import pack
 
@@ -86,14 +84,6 @@ def next_logits(text: list[int]) -> Tensor:
     hashes = [mix(token, position) for position, token in enumerate(text)]
     everything = sum(hashes)
     return logits_of(torch.tensor(everything // 4 if everything % 4 == 0 else sum(hashes[-RECENT:])))
-
-
-def continue_plainly(
-    prompt: list[int], n_tokens: int, sampling: SamplingParams | None = None, request: int = 0
-) -> list[int]:
-    """Return what plain decoding emits, in the coupled mode if it samples."""
-    sampling = sampling or SamplingParams()
-    return decode(next_logits, prompt, n_tokens, sampling, "greedy" if sampling.greedy else "coupled", request)
 
 
 def cut(tokens: list[int], stops: list[int]) -> list[int]:

@@ -13,7 +13,7 @@ from engine.modes import Drafts, Rejection
 from engine.sampling.distribution import Filters, SamplingParams, logits_to_probs
 from engine.sampling.verification import verify_rejection
 from tests.support.black_box import FAMILIES, law_pairs, recovered_laws
-from tests.support.statistics_tools import chi_square_p_value
+from tests.support.statistics_tools import chi_square, upper_tail
 
 PAIRS = int(os.environ.get("LAW_PAIRS", "2000"))
 PAIRS_PER_EXAMPLE = 64
@@ -92,12 +92,12 @@ def test_narrow_chi_square_with_the_engines_own_noise(params, record_property):
     first = torch.where(rejected, verdict.next_token, drafts.tokens[:, 0])
     second = torch.where(verdict.num_accepted == 1, verdict.next_token, drafts.tokens[:, -1])
     assert not p[0, first].eq(0).any(), "a token that the target's filters exclude"
-    first_p = chi_square_p_value(first.bincount(minlength=vocab), p[0] * n_rows)
+    first_p = upper_tail(*chi_square(first.bincount(minlength=vocab), p[0] * n_rows))
     # Every outcome: a rejection and its token, or an accepted draft and the token after it, which is free of it.
     both = torch.where(rejected, first, vocab + first * vocab + second)
     accepted_law = torch.minimum(p[0], q[0])[:, None] * p[1]
     law = torch.cat([(p[0] - q[0]).clamp(min=0), accepted_law.flatten()])
-    both_p = chi_square_p_value(both.bincount(minlength=len(law)), law * n_rows)
+    both_p = upper_tail(*chi_square(both.bincount(minlength=len(law)), law * n_rows))
     name = f"narrow chi-square, seed {params.seed}, {rate:.1%} rejected"
     record_property(f"p-value: {name}: first token", first_p)
     record_property(f"p-value: {name}: every outcome", both_p)
