@@ -11,7 +11,7 @@ from common.say import say
 
 
 class Launch(NamedTuple):
-    """A kernel with its arguments. `tests/support/kernel_launches.py` compiles launches without a GPU."""
+    """A kernel with its arguments. `tests/models/test_triton_kernels.py` compiles launches without a GPU."""
 
     kernel: Any
     grid: tuple[int, ...]

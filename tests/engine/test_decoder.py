@@ -13,9 +13,9 @@ from engine.drafters import Drafter
 from engine.requests import Progress
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.streaming import Streaming
-from tests.support.block_heads import with_head
 from tests.support.controllers import Scripted
 from tests.support.drafters import three_drafters
+from tests.support.heads import with_head
 from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
 from tests.support.scenarios import random_sampling
 from tests.support.tiny import (

@@ -24,10 +24,9 @@ from engine.drafters.suffix import Suffix
 from engine.sampling.noise import Stream, uniform
 from kv_cache import KVCache
 from kv_cache.base import KVShape
-from tests.support.block_heads import HEADS, with_head
 from tests.support.controllers import scheduled
+from tests.support.heads import HEADS, WIDTH, random_medusa, with_head
 from tests.support.policies import POLICIES, Size
-from tests.support.published_heads import WIDTH, random_medusa
 
 GUESSES = ("oracle", "reject", "upto", "ragged", "random")
 

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed import TCPStore
 from transformers import LlamaConfig
@@ -127,31 +127,23 @@ class EndedOnRanks(Ended):
 
 @dataclass(frozen=True)
 class Job:
-    """A command on two ranks while it runs. `mark` is in the environment of all its processes."""
+    """A command on two ranks while it runs. `id_` is in the environment of all its processes."""
 
     launcher: subprocess.Popen[bytes]
     folder: Path
-    mark: str
+    id_: str
 
     @property
     def err(self) -> str:
         return (self.folder / "err").read_text(errors="replace")
 
-    def processes(self) -> dict[int, list[bytes]]:
-        """Return the environments of the job's processes that still run, by process id."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                environment = (folder / "environ").read_bytes().split(b"\0")
-            except OSError:  # another user's, or gone meanwhile
-                continue
-            if self.mark.encode() in environment:
-                found[int(folder.name)] = environment
-        return found
+    def processes(self) -> list[psutil.Process]:
+        """Return the job's processes that still run."""
+        return [one for one in psutil.process_iter(["environ"]) if (one.info["environ"] or {}).get(JOB) == self.id_]
 
     def rank(self, rank: int) -> int | None:
         """Return the process id of a rank, None if it has ended; its children have larger ids."""
-        pids = [pid for pid, values in self.processes().items() if f"RANK={rank}".encode() in values]
+        pids = [one.pid for one in self.processes() if one.info["environ"].get("RANK") == f"{rank}"]
         return min(pids, default=None)
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = LIMIT_SECONDS) -> None:
@@ -173,13 +165,13 @@ def launched(folder: Path, command: list[str], environment: dict[str, str]) -> I
     variables |= {"OMP_NUM_THREADS": "1", JOB: job_id} | environment
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         launcher = subprocess.Popen(command, cwd=folder, env=variables, stdout=out, stderr=err)
-    job = Job(launcher, folder, f"{JOB}={job_id}")
+    job = Job(launcher, folder, job_id)
     try:
         yield job
     finally:
-        for pid in job.processes():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in job.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         launcher.wait()
 
 

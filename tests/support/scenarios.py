@@ -18,10 +18,10 @@ from engine.evaluation.reference import decode
 from engine.generation import GenerateOutput
 from kv_cache import FullKVCache
 from models.config import RopeScaling
-from tests.support.block_heads import HEADS
 from tests.support.controllers import SCHEDULES
 from tests.support.drafters import GUESSES, TEXT_DRAFTERS, Drafters
 from tests.support.edit_cases import edited, random_edits
+from tests.support.heads import HEADS
 from tests.support.policies import SELF_DRAFT_POLICIES, WITHOUT_QUERIES, Size, generate_selecting
 from tests.support.tiny import TINY, recomputing, tiny_model
 from tests.support.witness import WitnessModel, cut, next_logits

@@ -22,7 +22,7 @@ from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.speculated import Hierarchical
 from engine.drafters.suffix import Suffix, SuffixConfig
 from kv_cache.streaming import Streaming
-from tests.support.published_heads import eagle_config, eagle_tensors, save_head
+from tests.support.heads import eagle_config, eagle_tensors, save_head
 from tests.support.serving_cases import CHATS, V1, Alone, serving
 from tests.support.serving_cases import PLAIN as SERVED_PLAIN
 

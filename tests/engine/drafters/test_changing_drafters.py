@@ -9,8 +9,8 @@ from engine.controller import PLAIN
 from engine.controller import RoundChoice as Choice
 from engine.drafters.ngram import NGram
 from kv_cache import FullKVCache
-from tests.support.block_heads import with_head
 from tests.support.controllers import Scripted
+from tests.support.heads import with_head
 from tests.support.tiny import full_cache, random_prompts, tiny_runner
 
 PROMPTS = random_prompts([30, 11])

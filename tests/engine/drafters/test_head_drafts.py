@@ -19,11 +19,10 @@ from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.quantized import QuantizedKVCache
 from models.heads.dflash import DFlashHead
 from models.heads.medusa import MedusaHeads
-from tests.support.block_heads import MASK, with_head
 from tests.support.controllers import Scripted
 from tests.support.drafters import watch
+from tests.support.heads import MASK, random_dflash, random_eagle, random_medusa, with_head
 from tests.support.policies import POLICIES, Size
-from tests.support.published_heads import random_dflash, random_eagle, random_medusa
 from tests.support.tiny import TINY, decode, full_cache, random_prompts, tiny_model
 
 DEEP = replace(TINY, n_layer=7)

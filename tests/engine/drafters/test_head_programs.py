@@ -16,9 +16,9 @@ from engine.drafters.medusa import MedusaConfig
 from kv_cache.full import Full
 from models.checkpoints.hf_config import config_from_json
 from models.heads.loading import find_head
+from tests.support.heads import dflash_tensors, eagle_config, eagle_tensors, medusa_tensors, save_head
 from tests.support.machine import needs_vnni
 from tests.support.programs import benchmark, run
-from tests.support.published_heads import dflash_tensors, eagle_config, eagle_tensors, medusa_tensors, save_head
 from tests.support.rank_jobs import N_PROMPTS, SIZES, Models
 
 SAMPLED = "--verification coupled --temperature 2.5 --seed 3"

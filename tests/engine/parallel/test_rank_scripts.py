@@ -12,7 +12,6 @@ import pytest
 from tests.support.programs import ROOT, benchmark
 from tests.support.rank_jobs import LAUNCHER, EndedOnRanks, Job, Models, launched, read_rows
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
 N_LONGER = 4
 # A few seconds of speculation after the baseline; the third row starts when the first two are done.
 LONGER = f"--num_prompts {N_LONGER} --gen_len 40 --save_rows"

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from kv_cache import FullKVCache
 from models.heads.loading import find_head, published
-from tests.support import published_heads as heads
+from tests.support import heads
 from tests.support.tiny import TINY, tiny_model
 
 DEEP = replace(TINY, n_layer=7)

@@ -11,7 +11,7 @@ from kv_cache import FullKVCache
 from kv_cache.views import NoCache
 from models import load_model
 from models.heads.loading import find_head, published
-from tests.support.published_heads import (
+from tests.support.heads import (
     dflash_config,
     dflash_tensors,
     eagle_config,

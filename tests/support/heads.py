@@ -1,7 +1,9 @@
-"""Tiny heads in the layouts in which they are published, and plain code that computes the same."""
+"""Tiny heads in the layouts in which they are published, plain code that computes the same, and drafters with heads."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 
+from engine import ModelRunner
+from engine.drafters.dflash import DFlash
+from engine.drafters.eagle import Eagle
+from engine.drafters.head_drafter import HeadDrafter
+from kv_cache import KVCache
 from kv_cache.base import KVShape
 from models import ModelConfig
 from models.heads.dflash import DFlashHead, DFlashShape
@@ -19,6 +26,7 @@ from models.heads.medusa import MedusaHeads, MedusaShape
 
 WIDTH, N_HEAD, N_KV_HEAD, HEAD_DIM, FFN = 32, 4, 2, 12, 40
 EPS, THETA = 1e-5, 700.0
+MASK = 2
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -153,3 +161,31 @@ def plain_medusa(tensors: dict[str, Tensor], i: int, hidden: Tensor) -> Tensor:
         before = tensors[f"{i}.{j}.linear.weight"] @ hidden + tensors[f"{i}.{j}.linear.bias"]
         hidden = hidden + before * torch.sigmoid(before)
     return tensors[f"{i}.2.weight"] @ hidden
+
+
+def whole_dflash(target: KVShape, **options: Any) -> DFlashHead:
+    """Return a DFlash head that borrows nothing, and has two of three of the target's ids."""
+    ids = torch.tensor([i for i in range(target.vocab_size) if i % 3 != 2])
+    head = random_dflash(target, draft_vocab_size=len(ids), has_embedding=True, **options)
+    head.target_ids = ids
+    return head
+
+
+HEADS: dict[str, tuple[type[HeadDrafter], Callable[..., Any]]] = {
+    "eagle-1": (Eagle, partial(random_eagle, version=1)),
+    "eagle-3": (Eagle, random_eagle),
+    "P-EAGLE": (Eagle, partial(random_eagle, mask_token=MASK)),
+    "dflash": (DFlash, random_dflash),
+    "dflash, whole": (DFlash, whole_dflash),
+    "dspark, whole": (DFlash, partial(whole_dflash, drafts_anchor=True, markov_rank=5, markov_kind="rnn")),
+    "dflash 2": (DFlash, partial(random_dflash, selector_rank=4, selector_top_k=9, n_tap=2, conv_group=8)),
+}
+
+
+def with_head(
+    kind: str, runner: ModelRunner, new_cache: Callable[[ModelConfig], KVCache], gamma: int, **options: Any
+) -> HeadDrafter:
+    """Return a drafter with a head of one of HEADS. options: of the function that makes the head."""
+    made, make = HEADS[kind]
+    head = make(runner.model.config, **options).to(runner.device)
+    return made(runner, head, new_cache(head.body.config), gamma)
