@@ -18,9 +18,9 @@ import torch
 
 from models.checkpoints.loading import read_checkpoint, save_checkpoint
 from models.checkpoints.tokenizer import load_tokenizer
-from tests.support.programs import ROOT, run
+from tests.support.programs import BENCHMARKS, ROOT, run
 
-BASELINE, SELFSPEC, LONGSPEC = (f"tests/{name}_benchmark.py" for name in ("baseline", "selfspec", "longspec"))
+BASELINE, LONGSPEC, SELFSPEC = BENCHMARKS
 PREFIX_LEN, GEN_LEN, GAMMA = 60, 12, 3
 SIZES = f"--B 2 --prefix_len {PREFIX_LEN} --gen_len {GEN_LEN}"
 DRAFT = f"--gamma {GAMMA} --streamingllm_budget 16 --n_sink 4"

@@ -12,6 +12,7 @@ from bench.draft_names import ALONE, drafts_of, parse_draft, written
 from common.cli import read
 from common.errors import ConfigError
 from engine.drafters.combined import Hybrid
+from engine.drafters.eagle import EagleConfig
 from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.suffix import SuffixConfig
 from kv_cache.snapkv import SnapKV
@@ -137,6 +138,7 @@ def test_a_name_and_options_are_a_configuration() -> None:
     given = {**parse_draft("suffix+self=snapkv@5"), "snapkv_window": 16, "draft_options": ("text_match=4",)}
     draft = SelfConfig(gamma=5, policy=SnapKV(snapkv_window=16))
     assert drafts_of(given) == (Hybrid(gamma=5, draft=draft, texts=(SuffixConfig(gamma=5),), text_match=4),)
+    assert drafts_of(parse_draft("eagle:a/head@2")) == (EagleConfig(gamma=2, draft_model="a/head"),)
 
 
 @pytest.mark.parametrize(

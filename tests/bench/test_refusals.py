@@ -8,10 +8,10 @@ from unittest import mock
 import pytest
 
 from common.errors import CheckpointError, ConfigError, DataError, OutOfMemoryError, UserError
-from tests.support.programs import COST_MODEL, run
+from tests.support.programs import BENCHMARKS, COST_MODEL, TERMINAL, run
 
-BASELINE, LONGSPEC, SELFSPEC = (f"tests/{name}_benchmark.py" for name in ("baseline", "longspec", "selfspec"))
-COMPARE, EVAL, LATENCY, SERVE = (f"foretoken.py {name}" for name in ("compare", "eval", "latency", "serve"))
+BASELINE, LONGSPEC, SELFSPEC = BENCHMARKS
+COMPARE, LATENCY, EVAL, _, SERVE = TERMINAL
 SIZES = {"--dataset": "books", "--B": "2", "--prefix_len": "60", "--gen_len": "12", "--device": "cpu"}
 # Flags of each program that a case leaves out.
 USUAL = {program: {"--model": "checkpoint", **SIZES} for program in (BASELINE, SELFSPEC)}

@@ -1,4 +1,4 @@
-"""generate() where the random scenarios do not go: bad rows, bad calls, seeds, and rows that hold prompts."""
+"""generate() where the random scenarios do not go: bad rows, bad calls, and rows that hold prompts."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -135,18 +135,6 @@ def test_a_row_is_prefilled_once_and_trusted_only_while_it_holds_its_prompt(mode
     others = [continue_by_recomputing(other, p, N_NEW) for p in three]
     assert prefilled_by(ModelRunner(other, cache), three) == (sum(LENGTHS[:3]), others)
     assert prefilled_by(runner, three)[1] == expected(answers[:3])
-
-
-@pytest.mark.parametrize("mode", ["coupled", "rejection"])
-def test_seed_and_request_id_both_matter(model, prompts, mode):
-    """Rows with one prompt differ by id alone; another seed, also in its high half, gives other rows."""
-
-    def run(seed):
-        runner, sampling = ModelRunner(model, full_cache(model, 4)), SamplingParams(temperature=2.0, seed=seed)
-        return generate(runner, [prompts[1]] * 4, max_new_tokens=N_NEW, sampling=sampling, verification=mode).tokens
-
-    assert len({tuple(row) for seed in (3, 4, 3 + 2**32) for row in run(seed)}) == 12
-    assert run(3) == run(3)
 
 
 def test_a_cache_of_another_dtype_or_shape_is_refused(model):

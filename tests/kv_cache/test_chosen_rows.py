@@ -140,11 +140,6 @@ def chosen_by_lists(rows: Rows, row: int, layer: int, which: list[int]) -> list[
     return chosen
 
 
-def kept_positions(rows: Rows, row: int, layer: int, head: int, source: torch.Tensor) -> list[int]:
-    """Return the positions of the target's entries that the chosen slots hold."""
-    return [int((source[head] == key).all(-1).nonzero()) for key in rows.cache.keys[layer, row, head, :CHOSEN]]
-
-
 @over_group_sizes
 def test_rounds_choose_what_lists_do(config):
     """Entries of ragged rows, all or some by name, are chosen by the queries of accepted tokens; a short row keeps its
@@ -168,9 +163,10 @@ def test_rounds_choose_what_lists_do(config):
                 source = rows.runner.cache.entries[layer, :, row, :, : len(rows.texts[row])]
                 heads_differ |= len(set(map(frozenset, expected))) > 1
                 for head, wanted in enumerate(expected):
-                    now = kept_positions(rows, row, layer, head, source[0])
+                    kept = rows.cache.entries[layer, :, row, head, :CHOSEN]
+                    now = [int((source[0, head] == key).all(-1).nonzero()) for key in kept[0]]
                     assert set(now) == wanted and len(now) == CHOSEN
-                    assert torch.equal(rows.cache.entries[layer, 1, row, head, :CHOSEN], source[1, head, now])
+                    assert torch.equal(kept[1], source[1, head, now])
     assert heads_differ or config.n_kv_head == 1
 
 

@@ -1,6 +1,6 @@
 """The Transformer against the models of transformers, family by family, and on the default model."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,17 +57,9 @@ FAMILIES: dict[str, hf.PreTrainedConfig] = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """A family's model by transformers, converted: the folder, two rows of tokens, the logits `[T, V]` of each."""
-
-    folder: Path
-    rows: list[Tensor]
-    logits: list[Tensor]
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list, list]:
+    """A family's model by transformers, converted: the folder, two rows of tokens, the logits `[T, V]` of each."""
     folder = tmp_path_factory.mktemp(request.param)
     model = random_model(FAMILIES[request.param])
     save_folder(model, folder)
@@ -76,7 +68,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     rows = [torch.randint(N_TOKENS, (length,), generator=generator) for length in LENGTHS]
     logits = [model(row[None]).logits[0] for row in rows]
     assert all(0.3 < float(x.std()) < 3 for x in logits), "the tolerance is absolute, for logits of order 1"
-    return Case(folder, rows, logits)
+    return folder, rows, logits
 
 
 def assert_close(ours: Tensor, theirs: Tensor) -> None:
@@ -86,11 +78,12 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
 # Prefilled whole, or in chunks: 18 is beyond a packed block. 20 tokens that are left divide into blocks.
 @pytest.mark.parametrize("prepack, chunk, block", [(True, 48, 1), (False, 18, 4)])
 def test_prefill_and_cached_decoding_have_the_logits_of_transformers(
-    case: Case, prepack: bool, chunk: int, block: int
+    case: tuple[Path, list, list], prepack: bool, chunk: int, block: int
 ) -> None:
-    model = load_model(case.folder, prepack=prepack)
-    runner = ModelRunner(model, FullKVCache(model.config, len(case.rows), max(LENGTHS)), chunk)
-    for i, (row, theirs, length) in enumerate(zip(case.rows, case.logits, PREFILLED, strict=True)):
+    folder, rows, expected = case
+    model = load_model(folder, prepack=prepack)
+    runner = ModelRunner(model, FullKVCache(model.config, len(rows), max(LENGTHS)), chunk)
+    for i, (row, theirs, length) in enumerate(zip(rows, expected, PREFILLED, strict=True)):
         cache = FullKVCache(model.config, 1, len(row))
         assert_close(model(row[None], torch.arange(len(row))[None], cache)[0], theirs)
         assert_close(runner.prefill(i, row.tolist()).logits, theirs[-1])
@@ -98,8 +91,8 @@ def test_prefill_and_cached_decoding_have_the_logits_of_transformers(
     starts = torch.tensor(PREFILLED)
     for done in range(0, LENGTHS[0] - PREFILLED[0], block):
         positions = starts[:, None] + done + torch.arange(block)
-        tokens = torch.stack([row[at] for row, at in zip(case.rows, positions, strict=True)])
-        theirs = torch.stack([logits[at] for logits, at in zip(case.logits, positions, strict=True)])
+        tokens = torch.stack([row[at] for row, at in zip(rows, positions, strict=True)])
+        theirs = torch.stack([logits[at] for logits, at in zip(expected, positions, strict=True)])
         assert_close(runner.step(tokens, positions), theirs)
 
 

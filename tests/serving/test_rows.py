@@ -20,10 +20,6 @@ from tests.support.serving_cases import FLAGS, PLAIN, serving
 from tests.support.tiny import decode
 
 
-def serve_flags(checkpoint, words: str) -> Serve:
-    return cli.read(Serve, [f"--model={checkpoint}", *words.split()], prog="serving")
-
-
 def test_rounds_captured_at_the_start_decode_whatever_clients_ask_for(chat_checkpoint, monkeypatch):
     graphs: list[RecordedGraph] = []
     of_plan = Session.of_plan
@@ -34,7 +30,8 @@ def test_rounds_captured_at_the_start_decode_whatever_clients_ask_for(chat_check
         return session
 
     monkeypatch.setattr(Session, "of_plan", capturing)
-    flags = serve_flags(chat_checkpoint, FLAGS.replace("--max_batch 4", "--max_batch 2"))
+    words = FLAGS.replace("--max_batch 4", "--max_batch 2").split()
+    flags = cli.read(Serve, [f"--model={chat_checkpoint}", *words], prog="serving")
     session, controller = open_session(flags.config(), flags.batch)
     decoder, n_captured = Scheduler(session, controller, flags.batch)._decoder, len(graphs)
     for filters in ({}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 5}, {"temperature": 2.0, "top_p": 0.3}):

@@ -19,8 +19,6 @@ from models.attention.torch_backend import visibility
 
 @dataclass(frozen=True)
 class FakeSlots:
-    """Part of a cache that a backend looks at."""
-
     positions: Tensor
     in_order: bool = False
     rows: Tensor | None = None

@@ -49,7 +49,6 @@ def hf_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
 
 
 def write_side_files(folder: Path, hf_config: dict[str, Any]) -> ModelConfig:
-    """Write config.json and tokenizer.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2))
     save_tokenizer(folder, VOCABULARY)

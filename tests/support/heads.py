@@ -146,7 +146,6 @@ def random_dflash(target: KVShape, n_layer: int = 2, dim: int = WIDTH, **shape: 
 
 
 def layers_config(target: KVShape, n_layer: int, dim: int) -> ModelConfig:
-    """Return the shape of a head's decoder layers."""
     sizes = {"dim": dim, "n_head": N_HEAD, "n_kv_head": N_KV_HEAD, "head_dim": HEAD_DIM, "ffn_dim": FFN}
     return ModelConfig(vocab_size=target.vocab_size, n_layer=n_layer, **sizes, max_context=64)
 

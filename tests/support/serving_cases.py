@@ -101,12 +101,10 @@ class Served:
         return self.json(TGI, {"inputs": inputs, "parameters": {"details": True, **parameters}})
 
     def ids(self, inputs: str, **parameters: Any) -> list[int]:
-        """Return the ids of an answer's tokens."""
         return [token["id"] for token in self.generate(inputs, **parameters)["details"]["tokens"]]
 
     @property
     def openai(self) -> Any:
-        """OpenAI's client."""
         from openai import OpenAI
 
         return OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0)

@@ -51,7 +51,6 @@ def test_drafts_that_cannot_be_chosen_among_are_refused(drafts, where):
 
 @pytest.fixture
 def head(tmp_path: Path, checkpoint: Path) -> str:
-    """A head for the checkpoint."""
     config = Target(model=str(checkpoint)).source().config
     layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     return save_head(tmp_path / "head", eagle_tensors(config, 3), eagle_config(config, 3, **layers))

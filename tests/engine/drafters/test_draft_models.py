@@ -1,4 +1,5 @@
-"""Drafts that are models: some of the target's layers, or a model of its own with a padded vocabulary."""
+"""Drafts that are models: some of the target's layers, or a model of its own with a padded vocabulary; drafts that take
+turns catch up."""
 
 from dataclasses import replace
 
@@ -8,17 +9,29 @@ import torch
 from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
 from engine.batch import Batch
+from engine.controller import PLAIN, RoundChoice
 from engine.drafters import RowUpdate
+from engine.drafters.ngram import NGram
 from engine.modes import Greedy
 from engine.parallel.ranks import Ranks
 from engine.sampling.distribution import Filters
-from kv_cache import StreamingKVCache
+from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.base import EMPTY
 from models import ModelConfig
 from models.llama import select_layers
+from tests.support.controllers import Scripted
 from tests.support.drafters import watch
+from tests.support.heads import with_head
 from tests.support.policies import POLICIES, Size
-from tests.support.tiny import TINY, continue_by_recomputing, full_cache, random_prompts, recomputed, tiny_model
+from tests.support.tiny import (
+    TINY,
+    continue_by_recomputing,
+    full_cache,
+    random_prompts,
+    recomputed,
+    tiny_model,
+    tiny_runner,
+)
 
 DEEP = replace(TINY, n_layer=4)
 LENGTHS = [1, 9, 30, 17]
@@ -156,6 +169,30 @@ def test_a_prompt_that_was_kept_is_as_if_it_had_run_again(policy):
     assert fills == [0, 1] and all(map(torch.equal, runner.cache.tensors, left))
     drafter.follow([RowUpdate(1, 5, prompts[2], 0), RowUpdate(0, 6, prompts[1], 0)])
     assert fills == [0, 1, 1, 0] and runner.cache.positions.amax(dim=1).tolist() == [8, 6]
+
+
+TEXTS = random_prompts([30, 11])
+
+
+def test_a_drafter_that_fell_behind_drafts_as_if_it_had_followed():
+    """The target itself over a full cache is always right: also after rounds without it."""
+    runner = tiny_runner(2)
+    perfect = StandaloneDraft(ModelRunner(runner.model, full_cache(runner.model, 2)), gamma=3)
+    shadow = SelfSpeculation(runner, full_cache(runner.model, 2), gamma=3)
+    script = [PLAIN, PLAIN, RoundChoice(0, 3), *[PLAIN] * 4, RoundChoice(1, 2), RoundChoice(0, 1), RoundChoice(1, 3)]
+    out = generate(runner, TEXTS, max_new_tokens=60, controller=Scripted([perfect, shadow], script))
+    assert out.stats.counts.verified > 40 and out.stats.counts.acceptance_rate == 1.0
+
+
+def test_a_head_has_slots_for_the_rounds_of_other_drafters(monkeypatch):
+    monkeypatch.setattr("engine.drafters.hidden_states.LONGEST_BLOCK", 4)
+    runner = tiny_runner(2)
+    lookup, longer = NGram(runner, gamma=4), NGram(runner, gamma=6)
+    head = with_head("eagle-3", runner, lambda shape: FullKVCache(shape, 2, 128, dtype=torch.float64), gamma=4)
+    for drafters, choices in (([lookup, head], [RoundChoice(0, 4)]), ([longer], [RoundChoice(0, 6)])):
+        generate(runner, TEXTS, max_new_tokens=9, controller=Scripted(drafters, choices))
+    with pytest.raises(ConfigError, match="a gamma of 0 to 4"):
+        generate(runner, TEXTS, max_new_tokens=9, controller=Scripted([longer, head], [RoundChoice(0, 6)]))
 
 
 def test_what_cannot_work_is_refused():

@@ -1,6 +1,5 @@
 """Programs that draft with published heads."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from models.checkpoints.hf_config import config_from_json
 from models.heads.loading import find_head
 from tests.support.heads import dflash_tensors, eagle_config, eagle_tensors, medusa_tensors, save_head
 from tests.support.machine import needs_vnni
-from tests.support.programs import benchmark, run
+from tests.support.programs import benchmark
 from tests.support.rank_jobs import N_PROMPTS, SIZES, Models
 
 SAMPLED = "--verification coupled --temperature 2.5 --seed 3"
@@ -107,10 +106,3 @@ def test_a_head_has_the_targets_rotary_settings_beyond_its_context(models, heads
     assert out.tokens == session.generate().tokens and out.stats.drafted > 0
     (short,) = Session.open(config, [[1, 2, 3], [4, 5]]).models.loaded.values()
     assert short.body.config.rope_scaling is None
-
-
-def test_programs_take_a_head_by_its_kind_and_path(models, heads, tmp_path):
-    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i} and {i}"}) for i in range(3)))
-    words = [str(models.target), f"eagle:{heads / 'eagle-3'}", "--prompts", str(tmp_path / "prompts.jsonl")]
-    ended = run("foretoken.py compare", [*words, "--gen_len", "8", "--dtype", "float64", "--device", "cpu"])
-    assert ended.code == 0 and "3 of 3" in ended.out, ended.err

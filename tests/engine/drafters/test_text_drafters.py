@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -158,22 +159,6 @@ def test_what_was_kept_leaves_the_joint_law_as_it_is(kind: str, seeds: tuple[int
     assert out.stats.counts.acceptance_rate > 0.2
 
 
-class Watched(StandaloneDraft):
-    """Counts the rounds that it drafts in, and keeps what it has to catch up with."""
-
-    def __init__(self, runner: ModelRunner, gamma: int) -> None:
-        super().__init__(runner, gamma)
-        self.n_rounds, self.caught_up = 0, []
-
-    def propose(self, batch, verification, gamma):
-        self.n_rounds += 1
-        return super().propose(batch, verification, gamma)
-
-    def follow(self, rows):
-        self.caught_up += [(one.row, len(one.tokens) - one.n_seen) for one in rows if one.n_seen]
-        super().follow(rows)
-
-
 class Sure(HostDrafter):
     """Knows each request's future; of some positions only."""
 
@@ -203,18 +188,19 @@ def test_the_model_drafts_only_where_a_row_has_no_guess(mode: str):
         "one row": lambda request, length: request == 1,
         "now and then": lambda request, length: (length - len(prompts[request])) % 9 < 5,
     }.items():
-        own = Watched(ModelRunner(model, full_cache(model, 3)), 3)
+        own = StandaloneDraft(ModelRunner(model, full_cache(model, 3)), 3)
         texts = [Sure(runner, 3, futures, knows), Suffix(runner, 3)]
         drafter = Combined(runner, own, texts, least_match=8)
         paced = Scripted(
             [drafter], [RoundChoice(0, 3), RoundChoice(0, 3), PLAIN_STEP, RoundChoice(0, 2), RoundChoice(0, 3)]
         )
         for controller in ({"drafter": drafter}, {"controller": paced}):
-            own.n_rounds, own.caught_up = 0, []
+            own.propose, own.follow = (Mock(wraps=method) for method in (own.propose, own.follow))
             out = generate(runner, prompts, **controller, **how)
             assert out.tokens == plain.tokens
             assert out.stats.counts.acceptance_rate == 1.0
-            rounds[name, next(iter(controller))] = own.n_rounds, len(own.caught_up)
+            n_caught_up = sum(one.n_seen > 0 for call in own.follow.call_args_list for one in call.args[0])
+            rounds[name, next(iter(controller))] = own.propose.call_count, n_caught_up
     for paced in ("drafter", "controller"):
         assert rounds["always", paced][0] == 0 < rounds["now and then", paced][0] < rounds["never", paced][0]
         assert rounds["one row", paced][0] == rounds["never", paced][0] and rounds["now and then", paced][1] > 0

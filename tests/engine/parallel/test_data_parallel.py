@@ -4,7 +4,6 @@ All exact: float64 on a CPU over gloo, a model whose heads, units and token ids 
 """
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +21,28 @@ COUPLED = "--temperature 0.8 --seed 3 --verification coupled"
 OWN = [f"{'It was the best of times, ' * (number % 4)}it was number {number}" for number in range(N_PROMPTS)]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A script with arguments that one process takes, some for ranks, and what the record says of those.
-
-    own: whether prompts are of many lengths and rows are saved.
-    """
-
-    script: str
-    arguments: str
-    of_ranks: str = ""
-    expected: dict[str, Any] = field(default_factory=dict)
-    own: bool = False
-
-    def command(self, models: Models, folder: Path) -> list[str]:
-        """For one process."""
-        if self.own:
-            flags = f"--model {models.target} --prompts {folder / 'own.jsonl'} --B 2 --gen_len 12 --dtype float64"
-            return f"{flags} {DRAFT} --save_rows rows {self.arguments}".split()
-        return models.arguments(self.script, f"--num_prompts {N_PROMPTS} {self.arguments}")
-
-
-CASES = {
+REPLICA = {"data_parallel": 2, "tensor_parallel": 1}
+SHARDS = {"data_parallel": 1, "tensor_parallel": 2, "all_reduce": "gloo", "draft_ranks": [1]}
+# A script with arguments that one process takes, some for ranks, and what the record says of those. `selfspec` has
+# prompts of many lengths, and saves rows.
+CASES: dict[int, list[tuple[str, str, str, dict[str, Any]]]] = {
     2: [
-        Case(
-            "longspec",
-            f"{COUPLED} --benchmark",
-            "--check_ranks --rank_group 1 0 --draft_ranks 1",
-            {"data_parallel": 1, "tensor_parallel": 2, "all_reduce": "gloo", "draft_ranks": [1]},
-        ),
-        Case("selfspec", COUPLED, "--data_parallel 2", {"data_parallel": 2, "tensor_parallel": 1}, own=True),
+        ("longspec", f"{COUPLED} --benchmark", "--check_ranks --rank_group 1 0 --draft_ranks 1", SHARDS),
+        ("selfspec", COUPLED, "--data_parallel 2", REPLICA),
     ],
     4: [
-        Case("selfspec", COUPLED, "--data_parallel 2 --check_ranks", {"tensor_parallel": 2}, own=True),
-        Case("longspec", "--benchmark", "--data_parallel 2 --rank_group 1 0 --draft_ranks 1", {"data_parallel": 2}),
+        ("selfspec", COUPLED, "--data_parallel 2 --check_ranks", {"tensor_parallel": 2}),
+        ("longspec", "--benchmark", "--data_parallel 2 --rank_group 1 0 --draft_ranks 1", {"data_parallel": 2}),
     ],
 }
+
+
+def command(script: str, arguments: str, models: Models, folder: Path) -> list[str]:
+    """Return the flags of one process."""
+    if script == "selfspec":
+        flags = f"--model {models.target} --prompts {folder / 'own.jsonl'} --B 2 --gen_len 12 --dtype float64"
+        return f"{flags} {DRAFT} --save_rows rows {arguments}".split()
+    return models.arguments(script, f"--num_prompts {N_PROMPTS} {arguments}")
 
 
 @pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -70,28 +55,30 @@ def test_ranks_emit_what_one_process_emits(
     alone.mkdir()
     (folder / "own.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in OWN))
     commands = [
-        [case.script, *case.command(models, folder), *case.of_ranks.split(), "--output", "out"] for case in cases
+        [script, *command(script, arguments, models, folder), *of_ranks.split(), "--output", "out"]
+        for script, arguments, of_ranks, _ in cases
     ]
     ended = forked(n_ranks, folder, run_benchmarks, commands)
     assert ended.code == 0, ended.err
     monkeypatch.chdir(alone)
     said = ""
-    for case, line in zip(cases, (folder / "out").read_text().splitlines(), strict=True):
-        undivided, seen = benchmark(case.script, case.command(models, folder)), json.loads(line)
+    lines = (folder / "out").read_text().splitlines()
+    for (script, arguments, of_ranks, expected), line in zip(cases, lines, strict=True):
+        undivided, seen = benchmark(script, command(script, arguments, models, folder)), json.loads(line)
         one, said = undivided.record, said + undivided.err
-        assert results(seen) == results(one), case
+        assert results(seen) == results(one), (script, of_ranks)
         assert one["sequences"] == N_PROMPTS
-        if case.own or n_ranks == 2:
+        if script == "selfspec" or n_ranks == 2:
             assert one["identical_sequences"] == N_PROMPTS
             assert 0 < one["accepted"] < one["verified"], "some drafts are meant to be right, some wrong"
-        expected = case.expected | {"B": one["B"], "prefix_len": one["prefix_len"]}
-        assert {key: seen[key] for key in expected} == expected
+        wanted = expected | {"B": one["B"], "prefix_len": one["prefix_len"]}
+        assert {key: seen[key] for key in wanted} == wanted
         assert len(seen["peak_memory_bytes_per_rank"]) == n_ranks
         assert max(seen["peak_memory_bytes_per_rank"]) == seen["peak_memory_bytes"] > 0
         # Of the timed pass, whose rounds are those of all replicas.
         assert (seen["verify_step_ms"] is None) == (one["verify_step_ms"] is None)
         assert set(seen["contention"]) == set(one["contention"])
-        if case.own:
+        if script == "selfspec":
             rows = read_rows(folder / "rows")
             assert rows == read_rows(alone / "rows") and len(rows) == 2 * N_PROMPTS
     assert ended.out.count('{"benchmark": ') == len(cases), "one rank prints"

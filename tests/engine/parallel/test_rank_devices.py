@@ -44,11 +44,16 @@ def machine(monkeypatch):
         ((4, 1, 0, 1), "cuda:2", "cuda:2"),
         ((1, 4, 3, 4, "3"), "auto", "cuda:0"),  # --gpus-per-task=1
         ((0, 2, 1, 2), "auto", "cpu"),
+        *(((2, 4, 0, 4), "auto", None), ((4, 2, 0, 2), "cuda:1", None), ((1, 2, 1, 2), "cuda", None)),  # too few
     ],
 )
-def test_every_process_gets_a_gpu_with_a_number(machine, monkeypatch, where, wanted, given):
+def test_every_process_gets_a_gpu_of_its_own_with_a_number(machine, monkeypatch, where, wanted, given):
     """PyTorch refuses to join other ranks on a device without a number."""
     machine(*where)
+    if given is None:
+        with pytest.raises(ConfigError):
+            resolve_device(wanted)
+        return
     assert resolve_device(wanted) == given
     if given == "cpu" or where[3] == 1:
         return
@@ -59,13 +64,6 @@ def test_every_process_gets_a_gpu_with_a_number(machine, monkeypatch, where, wan
     monkeypatch.setattr(dist, "get_world_size", lambda: where[3])
     assert start_ranks(resolve_device(wanted)).device == torch.device(given)
     assert chosen == [int(given[-1])] and joined == [("cpu:gloo,cuda:nccl", torch.device(given))]
-
-
-@pytest.mark.parametrize("where,wanted", [((2, 4, 0, 4), "auto"), ((4, 2, 0, 2), "cuda:1"), ((1, 2, 1, 2), "cuda")])
-def test_processes_never_share_a_gpu(machine, where, wanted):
-    machine(*where)
-    with pytest.raises(ConfigError):
-        resolve_device(wanted)
 
 
 def test_a_round_that_a_lost_rank_never_ends_is_given_up(monkeypatch):

@@ -152,40 +152,34 @@ def machine(monkeypatch):
     return pretend
 
 
-@pytest.mark.parametrize(
-    "name,model,on,chosen,reason",
-    [
-        ("auto", {}, {}, "triton", "Triton"),
-        ("triton", {"head_dim": 80}, {}, "torch", "head_dim"),
-        ("auto", {}, WITHOUT_TRITON, "torch", "triton"),
-        ("auto", {}, NO_COMPILER, "torch", "gcc"),
-        ("auto", {}, {"refused": {"triton": "wrong results"}}, "torch", "wrong results"),
-        ("flash", {}, {"packages": PACKAGES, "refused": {"flash": "it crashes"}}, "triton", "it crashes"),
-        ("flash", {}, {"packages": PACKAGES}, "flash", FA3.title),
-        ("flash", {}, {"packages": (FA2,)}, "flash", FA2.title),
-        ("flash", {}, {"capability": (8, 0), "packages": PACKAGES}, "flash", FA2.title),
-        ("flash", {"dtype": torch.float32}, {"packages": (FA3,)}, "torch", "float32"),
-        ("flash", {"sliding_window": 7}, {"packages": (FA2,)}, "triton", "sliding window"),
-    ],
-)
-def test_the_best_backend_is_taken_with_a_reason(machine, name, model, on, chosen, reason):
-    machine(**on)
-    backend, why = select_backend(name, "cuda", replace(SPEC, **model))
-    assert backend.name == chosen and "\n" not in why and reason in why
+# The flag, the device, fields of the model and of the machine, and what is taken with which reason; None: a refusal.
+CHOICES = [
+    ("auto", "cuda", {}, {}, "triton", "Triton"),
+    ("triton", "cuda", {"head_dim": 80}, {}, "torch", "head_dim"),
+    ("auto", "cuda", {}, WITHOUT_TRITON, "torch", "triton"),
+    ("auto", "cuda", {}, NO_COMPILER, "torch", "gcc"),
+    ("auto", "cuda", {}, {"refused": {"triton": "wrong results"}}, "torch", "wrong results"),
+    ("flash", "cuda", {}, {"packages": PACKAGES, "refused": {"flash": "it crashes"}}, "triton", "it crashes"),
+    ("flash", "cuda", {}, {"packages": PACKAGES}, "flash", FA3.title),
+    ("flash", "cuda", {}, {"packages": (FA2,)}, "flash", FA2.title),
+    ("flash", "cuda", {}, {"capability": (8, 0), "packages": PACKAGES}, "flash", FA2.title),
+    ("flash", "cuda", {"dtype": torch.float32}, {"packages": (FA3,)}, "torch", "float32"),
+    ("flash", "cuda", {"sliding_window": 7}, {"packages": (FA2,)}, "triton", "sliding window"),
+    ("triton", "cuda", {}, WITHOUT_TRITON, None, "--attention"),
+    ("triton", "cpu", {}, {}, None, "--attention"),
+    ("cpp", "cuda", {}, {}, None, "--attention"),
+    ("flash", "cpu", {}, {"packages": PACKAGES}, None, "--attention"),
+    ("flash", "cuda", {}, {"capability": (7, 5), "packages": PACKAGES}, None, "--attention"),
+    ("xformers", "cpu", {}, {}, None, "--attention"),
+]
 
 
-@pytest.mark.parametrize(
-    "name,device,on",
-    [
-        ("triton", "cuda", WITHOUT_TRITON),
-        ("triton", "cpu", {}),
-        ("cpp", "cuda", {}),
-        ("flash", "cpu", {"packages": PACKAGES}),
-        ("flash", "cuda", {"capability": (7, 5), "packages": PACKAGES}),
-        ("xformers", "cpu", {}),
-    ],
-)
-def test_a_backend_that_is_not_there_is_refused(machine, name, device, on):
+@pytest.mark.parametrize("name,device,model,on,chosen,reason", CHOICES)
+def test_the_best_backend_is_taken_with_a_reason(machine, name, device, model, on, chosen, reason):
     machine(**on)
-    with pytest.raises(ConfigError, match="--attention"):
-        select_backend(name, device, SPEC)
+    if chosen is None:
+        with pytest.raises(ConfigError, match=reason):
+            select_backend(name, device, SPEC)
+    else:
+        backend, why = select_backend(name, device, replace(SPEC, **model))
+        assert backend.name == chosen and "\n" not in why and reason in why

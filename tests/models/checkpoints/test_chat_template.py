@@ -57,13 +57,18 @@ def test_a_damaged_tokenizer_is_refused_by_name(tmp_path: Path, name: str, conte
         load_tokenizer(tmp_path)
 
 
-CHATML = """{%- if messages[0]['role'] != 'system' -%}
-    {{- '<|im_start|>system\\nBe brief.<|im_end|>\\n' -}}
-{%- endif -%}
+QWEN = """{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}
+    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}{{- '</tools><|im_end|>\\n' }}{%- endif %}
 {% for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}
-{% endfor %}
-{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+    {{- '<|im_start|>' + message.role }}
+    {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+    {% for call in message.tool_calls or [] %}
+        {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 LLAMA = """{{- bos_token }}
 {%- set ns = namespace(system='') %}
 {%- for message in messages %}
@@ -96,7 +101,7 @@ def chat(folder: Path, template: str) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("messages", [QUESTION, TALK, SYSTEM], ids=["question", "talk", "system"])
-@pytest.mark.parametrize("template", [CHATML, LLAMA], ids=["chatml", "llama"])
+@pytest.mark.parametrize("template", [QWEN, LLAMA], ids=["qwen", "llama"])
 def test_a_conversation_has_the_text_and_ids_of_transformers(tmp_path: Path, template, messages) -> None:
     """BOS comes once, where the template writes it."""
     ours = chat(tmp_path, template)
@@ -106,11 +111,11 @@ def test_a_conversation_has_the_text_and_ids_of_transformers(tmp_path: Path, tem
     assert ours.render(messages) == text
     ids = ours.encode(messages)
     assert ids == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert ids.count(ours.tokenizer.control_tokens()[BOS]) == (template is not CHATML)
+    assert ids.count(ours.tokenizer.control_tokens()[BOS]) == (template is LLAMA)
 
 
 def test_variables_reach_the_template_as_in_transformers_and_never_as_control_tokens(tmp_path: Path) -> None:
-    template = CHATML + "{% if enable_thinking is false %}{{ '<think></think>' }}{% endif %}{{ note }}"
+    template = QWEN + "{% if enable_thinking is false %}{{ '<think></think>' }}{% endif %}{{ note }}"
     ours = chat(tmp_path, template)
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=template)
     for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True, "note": "so"}):
@@ -122,21 +127,9 @@ def test_variables_reach_the_template_as_in_transformers_and_never_as_control_to
         with pytest.raises(ConfigError):
             ours.encode(QUESTION, refused)
     with pytest.raises(ConfigError, match=r"tools\n +seen: +f\n"):
-        ours.encode(QUESTION, tools=TOOLS)  # which the template does not read
+        chat(tmp_path, "{{ messages }}").encode(QUESTION, tools=TOOLS)  # which the template does not read
 
 
-QWEN = """{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}
-    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}{{- '</tools><|im_end|>\\n' }}{%- endif %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role }}
-    {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
-    {%- for call in message.tool_calls or [] %}
-        {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-        {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
-    {%- endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 FUNCTION = {"name": "f", "description": "Où & <b>", "parameters": {"type": "object", "properties": {"a": {}}}}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": ["é", 1.5, None]}}}
@@ -162,13 +155,13 @@ def test_tools_and_calls_have_the_text_and_ids_of_transformers(tmp_path: Path) -
 )
 def test_control_tokens_in_a_message_are_plain_text(tmp_path: Path, said: str) -> None:
     """Their text stays, even where removing a token would form another."""
-    ours = chat(tmp_path, CHATML)
+    ours = chat(tmp_path, QWEN)
     ids = ours.encode([{"role": "user", "content": said}])
     control = ours.tokenizer.control_tokens()
     kept = {name: ids.count(control[name]) for name in ("<|im_start|>", "<|im_end|>")}
-    assert kept == {"<|im_start|>": 3, "<|im_end|>": 2}
+    assert kept == {"<|im_start|>": 2, "<|im_end|>": 1}
     text = [index for index in ids if index not in control.values()]
-    assert ours.tokenizer.decode(text) == f"system\nBe brief.\nuser\n{said}\nassistant\n"
+    assert ours.tokenizer.decode(text) == f"user\n{said}\nassistant\n"
 
 
 def test_the_template_is_that_of_the_file_or_of_the_settings(tmp_path: Path) -> None:

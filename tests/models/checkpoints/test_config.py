@@ -185,13 +185,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def logits_with(folder: Path, changes: ConfigChanges, row: torch.Tensor) -> torch.Tensor:
-    source = find_model(str(folder), "pth", None, "--model", changes=changes)
-    model = source.load()
-    assert model.config == source.config
-    return model(row[None], torch.arange(len(row))[None], FullKVCache(model.config, 1, len(row)))[0]
-
-
 @pytest.mark.parametrize("kind", ["yarn", "linear"])
 def test_an_extended_context_has_the_logits_of_transformers(folder: Path, kind: str) -> None:
     values = json.loads((folder / "config.json").read_text())
@@ -199,9 +192,11 @@ def test_an_extended_context_has_the_logits_of_transformers(folder: Path, kind: 
     theirs = Qwen3Config(**values | {"rope_parameters": settings | {"rope_theta": 1000000.0}})
     model = AutoModelForCausalLM.from_pretrained(folder, config=theirs, attn_implementation="eager")
     row = torch.randint(N_TOKENS, (200,), generator=torch.Generator().manual_seed(1))
-    ours = logits_with(folder, ConfigChanges(f"{kind}:4"), row)
-    torch.testing.assert_close(ours, model(row[None]).logits[0].detach(), rtol=0, atol=2e-5)
-    assert find_model(str(folder), "pth", None, "", changes=ConfigChanges(f"{kind}:4")).config.max_context == 512
+    source = find_model(str(folder), "pth", None, "--model", changes=ConfigChanges(f"{kind}:4"))
+    ours = source.load()
+    assert ours.config == source.config and source.config.max_context == 512
+    logits = ours(row[None], torch.arange(len(row))[None], FullKVCache(ours.config, 1, len(row)))
+    torch.testing.assert_close(logits, model(row[None]).logits.detach(), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -43,15 +43,6 @@ def make_folder(folder: Path, generation: dict[str, Any] | None) -> Path:
     return folder
 
 
-def make_template(folder: Path) -> None:
-    """Add a chat template that ends answers with OF_TURN, a control token."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens([TOKENS[OF_TURN]])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TURN.replace("END", TOKENS[OF_TURN]))
-    convert(folder, folder, force=True)
-
-
 def by_transformers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     how = {"max_new_tokens": N_NEW, "do_sample": False, "pad_token_id": 0}
@@ -82,8 +73,13 @@ def test_a_text_ends_where_it_ends_in_transformers(tmp_path: Path, generation: d
 
 @pytest.mark.parametrize("source", ["generation_config.json", "template"])
 def test_a_turn_ends_in_every_program(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat template ends answers with OF_TURN, a control token."""
     folder = make_folder(tmp_path / "model", LLAMA_3 if source != "template" else None)
-    make_template(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([TOKENS[OF_TURN]])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TURN.replace("END", TOKENS[OF_TURN]))
+    convert(folder, folder, force=True)
     if source != "template":
         (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     session = session_of(folder)
@@ -135,7 +131,6 @@ def test_a_server_takes_what_a_request_leaves_out_from_the_file(
     messages = [{"role": "user", "content": "hi"}]
 
     def asked(**given: Any) -> tuple[str, str, str]:
-        """Return the answers of three routes."""
         said = server.ask("/v1/chat/completions", {"messages": messages, **given}).json["choices"][0]
         text = server.ask("/v1/completions", {"prompt": "a b c", "max_tokens": 20, **given}).json["choices"][0]
         return said["message"]["content"], text["text"], server.generate("tea", **given)["generated_text"]

@@ -32,7 +32,6 @@ Q, GATE = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.gate_proj"
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return the folders of plain models by family."""
     folders = {name: tmp_path_factory.mktemp(name) for name in MODELS}
     for name, folder in folders.items():
         save_folder(random_model(MODELS[name]), folder)

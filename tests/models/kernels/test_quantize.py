@@ -22,14 +22,6 @@ def weight_and_input(d_out: int, d_in: int, n_row: int, dtype: torch.dtype) -> t
     return weight, x.to(dtype)
 
 
-def rounded_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the product of factors rounded to 8 bits, `[N, d_out]` float64."""
-    q, scale = quantize_rows(weight, torch.int8)
-    x_scale = x.float().abs().amax(1, keepdim=True) / 127
-    x_q = (x.float() / x_scale + 128).round() - 128
-    return (x_q.double() @ q.double().T) * x_scale.double() * scale.double()
-
-
 def grid_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the values that 4 bits stand for, and the scales."""
     q, scale, low = quantize_groups(weight)
@@ -46,7 +38,10 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 def test_int8_is_the_product_of_rounded_factors(dtype, n_row, with_bias):
     weight, x = weight_and_input(128, 192, n_row, dtype)
     bias = torch.linspace(-1, 1, 128).to(dtype) if with_bias else None
-    exact = rounded_product(x, weight)
+    q, scale = quantize_rows(weight, torch.int8)
+    x_scale = x.float().abs().amax(1, keepdim=True) / 127
+    x_q = (x.float() / x_scale + 128).round() - 128
+    exact = (x_q.double() @ q.double().T) * x_scale.double() * scale.double()
     assert relative_error(exact, x.double() @ weight.double().T) < 0.03
     wanted = (exact + (bias if with_bias else 0)).to(dtype)
     got = Int8Linear(weight, bias)(x.view(1, n_row, 192))

@@ -1,7 +1,9 @@
-"""The pages: links lead somewhere, programs take the flags of commands, and Python runs without optional packages."""
+"""The pages: links lead somewhere, programs take the flags of commands, tables are made of records, and Python runs
+without optional packages."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,8 +13,12 @@ import pytest
 
 from bench.config import DEFAULT_MODEL
 from common import cli
+from common.errors import DataError
 from common.exit import exit_on_user_error
 from models.checkpoints import model_source
+from reproduce import tables
+from reproduce.helpers.records import read_records, selected
+from serving.schemas import NEUTRAL, ChatCompletion, Completion, Generate, Parameters
 from tests.support.programs import COST_MODEL, ROOT, afresh, run
 
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), ROOT / "reproduce/README.md"]
@@ -64,21 +70,14 @@ def program_of(words: list[str]) -> tuple[str, list[str]] | None:
     return None if rest[0] == "-c" else (rest[0], rest[1:])
 
 
-def read_flags(program: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the configuration that a program reads from its flags. AssertionError if it refuses them."""
-    read = []
-    monkeypatch.setattr(cli, "run", lambda main, kind, *_: exit_on_user_error(lambda: read.append(cli.read(kind)), {}))
-    ended = run(program, flags)
-    assert ended.code == 0 and (read or "--help" in flags), f"{program} {' '.join(flags)}\n{ended.err}"
-    return read
-
-
 @OF_PAGES
 def test_programs_take_the_flags_of_a_pages_commands(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for words in commands(page):
-        if found := program_of(words):
-            program, flags = found
-            read_flags(program, [MADE_BY_READERS.get(word, word) for word in flags], monkeypatch)
+    read = list[Any]()
+    monkeypatch.setattr(cli, "run", lambda main, kind, *_: exit_on_user_error(lambda: read.append(cli.read(kind)), {}))
+    for program, flags in filter(None, map(program_of, commands(page))):
+        read.clear()
+        ended = run(program, [MADE_BY_READERS.get(word, word) for word in flags])
+        assert ended.code == 0 and (read or "--help" in flags), f"{program} {' '.join(flags)}\n{ended.err}"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/speculation.md"])
@@ -115,3 +114,51 @@ from engine import ModelRunner, SelfSpeculation, StandaloneDraft, SamplingParams
 def test_programs_run_from_another_directory_without_optional_packages(tmp_path):
     ended = afresh(PROGRAM, ROOT / "tests/selfspec_benchmark.py", folder=tmp_path)
     assert ended.code == 0 and ended.out.startswith("usage:"), ended.err
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_the_tables_of_a_page_are_what_the_records_say(page: Path):
+    text = page.read_text(encoding="utf-8")
+    assert tables.filled(page) == text
+    outside = tables.PLACE.sub("", text)
+    assert not re.search(r"^\|.*\d\.\d", outside, re.MULTILINE), "a table of numbers is made of records"
+
+
+def test_records_of_sweeps_are_read_and_others_refused(tmp_path: Path):
+    file = tmp_path / "records.jsonl"
+    lines = [{"config": {"target": {"rope_scaling": "yarn:4"}}, "rows": [{"verified": 2}]}]
+    lines += [{"status": "ok", "record": {"B": 1}}, {"status": "failed", "record": None}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_records(file) == [lines[0] | {"rope_scaling": "yarn:4"}, {"B": 1}]
+    for text, message in (("[]\n", "line 1"), ("", "no record")):
+        file.write_text(text)
+        with pytest.raises(DataError, match=message):
+            read_records(file)
+    with pytest.raises(DataError, match="no such file"):
+        read_records(tmp_path / "nothing.jsonl")
+
+
+def test_rows_are_selected_by_conditions():
+    rows = [{"text": text, "draft_budget": n} for text, n in (("book", 64), ("sampled", 64), ("book", None))]
+    assert selected(rows, ["text=book", "draft_budget=64,none"]) == [rows[0], rows[2]]
+    for condition, message in (("text=passkey", "book, sampled"), ("txt=book", "no such column")):
+        with pytest.raises(DataError, match=message):
+            selected(rows, [condition])
+
+
+def test_the_page_of_the_server_names_every_field_of_requests():
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    names = {*NEUTRAL}
+    for body in (Completion, ChatCompletion, Generate, Parameters):
+        for name, field in body.model_fields.items():
+            names |= {*getattr(field.validation_alias, "choices", [field.validation_alias or name])}
+    assert not [name for name in names if f"`{name}`" not in page]
+
+
+def test_a_table_of_other_records_has_the_published_number_beside_them(tmp_path: Path):
+    record = {"model": "meta-llama/Meta-Llama-3.1-8B", "B": 32, "prefix_len": 32768, "gamma": 3, "draft_budget": 512}
+    file = tmp_path / "own.jsonl"
+    file.write_text(json.dumps(record | {"speedup": 1.3, "draft_model": None}) + "\n")
+    (line,) = run("reproduce/tables.py", ["speedups", str(file)]).out.splitlines()[1:]
+    assert line.split()[:3] == ["Llama-3.1-8B", "self", "32768"] and line.split()[-1] == "1.22"
+    assert "cpu_storages" in run("reproduce/tables.py", ["nothing"]).refusal
