@@ -2,6 +2,7 @@
 
 import random
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -133,18 +134,13 @@ def test_a_request_that_samples_in_a_new_way_disturbs_nobody():
     assert graphs and alone[0] == continue_by_recomputing(model, prompts[0], 24)
 
 
-class Counting(ModelRunner):
-    """Notes how many tokens each forward ran, and of how many rows."""
-
-    def __init__(self, *args, **how):
-        super().__init__(*args, **how)
-        self.ran, hidden = [], self.model.hidden
-        self.model.hidden = lambda tokens, *rest: self.ran.append(tuple(tokens.shape)) or hidden(tokens, *rest)
-
-
-def counting(n_rows: int, seed: int = 0, **how) -> Counting:
+def counting(n_rows: int, seed: int = 0, **how) -> Any:
+    """Return a runner whose `ran` notes of how many rows each forward ran how many tokens."""
     model = tiny_model(seed=seed)
-    return Counting(model, full_cache(model, n_rows), **how)
+    runner, hidden = ModelRunner(model, full_cache(model, n_rows), **how), model.hidden
+    runner.ran = []
+    model.hidden = lambda tokens, *rest: runner.ran.append(tuple(tokens.shape)) or hidden(tokens, *rest)
+    return runner
 
 
 @pytest.mark.parametrize(
@@ -203,7 +199,7 @@ def test_a_row_that_decodes_waits_for_one_chunk_at_most():
         assert request.tokens == continue_by_recomputing(model, request.prompt, request.limit)
 
 
-def catching_up(kind: str, target: Counting) -> tuple[Drafter, list[int]]:
+def catching_up(kind: str, target: ModelRunner) -> tuple[Drafter, list[int]]:
     """A drafter that runs all of a text, and how many tokens of one it runs at once."""
     if kind == "standalone":
         own, ran = counting(2, seed=5), []

@@ -133,8 +133,6 @@ class Case:
         new_graphs = RecordedGraphs if self._captured else None
         runner = ModelRunner(world.model, cache, scenario.prefill_chunk, new_graphs=new_graphs)
         drafting = scenario.drafting(world, runner, self._futures)
-        if drafting["controller"]:
-            drafting["controller"].observe = lambda *_: None  # it expects its choice, and a backlog makes rounds plain
         how = {"prefill_tokens": self._chunk, "reuses": self._reuses, "verification": scenario.mode}
         each = zip(scenario.prompts, scenario.limits, scenario.stops, scenario.samplings, scenario.ids, strict=True)
         given = [(*fields, index) for index, fields in enumerate(each)]

@@ -22,7 +22,6 @@ from tests.support.tiny import TINY
 TOLERANCE = 1e-5
 LENGTHS = [27, 48]  # of the two rows
 PREFILLED = [7, 28]  # 20 tokens of each row are left to decode
-MHA = {"num_key_value_heads": 4}
 MOE = {"head_dim": 16, "moe_intermediate_size": 24}
 NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 2}
 LONG_FACTOR = [1.0, 1.5, 2.0, 4.0, 7.0]
@@ -30,8 +29,6 @@ LONG_FACTOR = [1.0, 1.5, 2.0, 4.0, 7.0]
 
 FAMILIES: dict[str, hf.PreTrainedConfig] = {
     "llama-3.1": hf.LlamaConfig(**SHAPE | llama3_rope(8.0)),
-    "llama-3.2": hf.LlamaConfig(**SHAPE | llama3_rope(32.0) | {"tie_word_embeddings": True}),
-    "llama-68m": hf.LlamaConfig(**SHAPE | MHA | rope(10000.0) | {"hidden_size": 32, "rms_norm_eps": 0.1}),
     "smollm2": hf.LlamaConfig(
         **SHAPE | {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3} | rope(100000.0)
     ),

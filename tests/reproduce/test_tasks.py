@@ -163,8 +163,7 @@ def test_tasks_are_scored_by_plain_decoding(call, checkpoint: Path, book: str, t
         if row["task"] == "longbench:trec":
             first = n // 4 * 6
             lines = [tokenizer.decode(tokens).strip().partition("\n")[0] for tokens in plain[first : first + 3]]
-            classes = [[letter for letter in letters if letter in line] for line in lines]
-            right = [1 / len(each) if letter in each else 0 for each, letter in zip(classes, "RR3", strict=True)]
+            right = [METRICS["one_class"](line, [letter], letters) for line, letter in zip(lines, "RR3", strict=True)]
             assert row["scores"] == pytest.approx(right, abs=1e-4)
             assert row["score"] == pytest.approx(sum(right) / 3, abs=1e-4) and row["score_standard_error"] is None
     assert any(row["score"] for row in ended.record["rows"])

@@ -1,5 +1,7 @@
 """The laws that `verify_rejection` realises, found from the outside, and pairs of laws to put to it."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -59,6 +61,16 @@ def law_pairs(family: str, n: int, vocab: int, generator: torch.Generator) -> tu
     return p, q
 
 
+def bisected(is_above: Callable[[Tensor], Tensor], high: Tensor) -> Tensor:
+    """Return where in 0 to `high` the answers to `is_above` change from true to false."""
+    low = torch.zeros_like(high)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        above = is_above(middle)
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    return (low + high) / 2
+
+
 class BlackBox:
     """The laws that `verify_rejection` realises, found by bisecting the numbers that it is given.
 
@@ -86,12 +98,7 @@ class BlackBox:
 
         last = torch.full((len(pair),), 1 - 2.0**-53, dtype=torch.float64)
         never, always = ~accepted(torch.zeros_like(last)), accepted(last)
-        low, high = torch.zeros_like(last), last
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2
-            inside = accepted(middle)
-            low, high = torch.where(inside, middle, low), torch.where(inside, high, middle)
-        return torch.where(never, 0.0, torch.where(always, 1.0, (low + high) / 2))
+        return torch.where(never, 0.0, torch.where(always, 1.0, bisected(accepted, last)))
 
     def choice(self, pair: Tensor, drafts: Tensor, u: Tensor) -> Tensor:
         """The law of `next_token` over the resampling noise, `[R, V]`: of log-odds against the likeliest."""
@@ -106,13 +113,8 @@ class BlackBox:
             noise.scatter_(1, likeliest[:, None], 0.0).scatter_(1, token[:, None], offset[:, None])
             return self.verify(pair, drafts, u, noise).next_token == token
 
-        low, high = torch.zeros(len(pair), dtype=torch.float64), torch.full((len(pair),), FAR, dtype=torch.float64)
-        possible = chosen(high)
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2
-            inside = chosen(middle)
-            low, high = torch.where(inside, low, middle), torch.where(inside, middle, high)
-        weight = torch.where(possible, (-(low + high) / 2).exp(), 0.0)
+        far = torch.full((len(pair),), FAR, dtype=torch.float64)
+        weight = torch.where(chosen(far), (-bisected(lambda offset: ~chosen(offset), far)).exp(), 0.0)
         weight = torch.where(token == likeliest, 1.0, weight).reshape(-1, vocab)
         return weight / weight.sum(dim=-1, keepdim=True)
 

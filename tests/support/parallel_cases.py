@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import count, cycle
+from itertools import count, cycle, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -84,27 +84,20 @@ class Case:
 
 
 def cases_of(selection: str) -> list[Case]:
-    """Return "every case", or "every drafter" with modes and group sizes in turn."""
-    cases = {(case.group_size, case.mode, case.draft): case for case in all_cases()}
-    if selection == "every case":
-        return list(cases.values())
-    return [cases[turn] for turn in zip(cycle(GROUP_SIZES), cycle(MODES), DRAFTS, strict=False)]
-
-
-def all_cases() -> list[Case]:
-    """Return every group size in every mode with every drafter, captured in some modes and called in others; subsets
-    and orders of ranks are random."""
-    rng = random.Random(0)
-
-    def case(group_size: int, mode: str, draft: str) -> Case:
+    """Return "every case": every group size in every mode with every drafter, captured in some modes and called in
+    others, with random subsets and orders of ranks; or "every drafter" with modes and group sizes in turn."""
+    rng, cases = random.Random(0), {}
+    for turn in product(GROUP_SIZES, MODES, DRAFTS):
+        group_size, mode, draft = turn
         subset, reverse = rng.randrange(4), rng.random() < 0.3
         is_captured = (MODES.index(mode) + DRAFTS.index(draft)) % 2 == 0
         # A captured model with text drafts always drafts, and so counts more drafts than a single process. Experts on
         # a CPU read counts on the host, which a recorded round cannot.
         is_captured = is_captured and not draft.startswith("combined") and group_size != 3
-        return Case(group_size, mode, draft, subset, reverse, is_captured, rng.choice(["", *SCHEDULES]))
-
-    return [case(group_size, mode, draft) for group_size in GROUP_SIZES for mode in MODES for draft in DRAFTS]
+        cases[turn] = Case(*turn, subset, reverse, is_captured, rng.choice(["", *SCHEDULES]))
+    if selection == "every case":
+        return list(cases.values())
+    return [cases[turn] for turn in zip(cycle(GROUP_SIZES), cycle(MODES), DRAFTS, strict=False)]
 
 
 def write_checkpoints(folder: Path) -> None:

@@ -18,7 +18,7 @@ from engine.evaluation.reference import decode
 from engine.generation import GenerateOutput
 from kv_cache import FullKVCache
 from models.config import RopeScaling
-from tests.support.controllers import SCHEDULES
+from tests.support.controllers import SCHEDULES, Scripted
 from tests.support.drafters import GUESSES, TEXT_DRAFTERS, Drafters
 from tests.support.edit_cases import edited, random_edits
 from tests.support.heads import HEADS
@@ -167,29 +167,13 @@ class Scenario:
 
         if self.drafter != PACED:
             return {"drafter": named(self.drafter), "controller": None}
-        rng = random.Random(runner.cache.capacity)
+        rng, choices = random.Random(runner.cache.capacity), [PLAIN]
         kinds = rng.sample([kind for kind in (*DRAFTERS, *world.drafters) if kind not in ("none", PACED)], 3)
-        return {"drafter": None, "controller": RandomController([named(kind) for kind in kinds], self.gamma, rng)}
-
-
-class RandomController:
-    """Any drafter, none of them now and then, with any gamma, from round to round."""
-
-    def __init__(self, drafters: list, max_gamma: int, rng: random.Random) -> None:
-        self.drafters, self.max_gamma, self._rng = tuple(drafters), max_gamma, rng
-        self.choices: list[RoundChoice] = []
-
-    def choose(self, n_busy: int, n_joining: int, context: float) -> RoundChoice:
-        drafter = self._rng.choice([None, *range(len(self.drafters))])
-        # Runs of the same choice, so that some drafters miss more than a block.
-        if not self.choices or self._rng.random() < 0.5:
-            self.choices.append(
-                PLAIN if drafter is None else RoundChoice(drafter, self._rng.randint(0, self.max_gamma))
-            )
-        return self.choices[-1]
-
-    def observe(self, choice: RoundChoice, accepted: Sequence[int]) -> None:
-        assert choice == self.choices[-1] and all(0 <= n <= choice.gamma for n in accepted)
+        for _ in range(50):
+            other = rng.choice([PLAIN, *(RoundChoice(drafter, rng.randint(0, self.gamma)) for drafter in range(3))])
+            # Runs of the same choice, so that some drafters miss more than a block.
+            choices.append(rng.choice([other, choices[-1]]))
+        return {"drafter": None, "controller": Scripted([named(kind) for kind in kinds], choices)}
 
 
 def random_sampling(rng: random.Random) -> SamplingParams:

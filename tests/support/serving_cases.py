@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
+import torch
 from transformers import LlamaConfig
 
 from common import cli
@@ -194,8 +195,6 @@ class Alone:
     """Plain decoding of a request without a server."""
 
     def __init__(self, checkpoint: Path) -> None:
-        import torch
-
         model = load_model(checkpoint / "model.pth", dtype=torch.float64)
         self._runner = ModelRunner(model, FullKVCache(model.config, 2, 400, dtype=torch.float64))
         self.tokenizer, self.vocab_size = load_tokenizer(checkpoint), N_TOKENS
@@ -220,8 +219,6 @@ class Alone:
 
     def scores(self, ids: Sequence[int]) -> Any:
         """Return log-probabilities `[n - 1, V]` after each token but the last, by a forward over them."""
-        import torch
-
         model, tokens = self._runner.model, torch.tensor([[*ids]])
         cache = FullKVCache(model.config, 1, len(ids), dtype=torch.float64)
         return model(tokens, torch.arange(len(ids))[None], cache)[0, :-1].log_softmax(dim=-1)
