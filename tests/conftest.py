@@ -65,17 +65,10 @@ def call(checkpoint: Path, books: Path):
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A converted random Llama with a token a byte; every seventh token is an end of text."""
-    from transformers import LlamaConfig
+    from tests.support.hf_tiny import N_TOKENS, converted_llama
 
-    from convert_hf_checkpoint import convert
-    from tests.support.hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
-
-    folder = tmp_path_factory.mktemp("checkpoint")
-    shape = SHAPE | {"max_position_embeddings": 256}
-    config = LlamaConfig(**shape, bos_token_id=0, eos_token_id=list(range(3, N_TOKENS, 7)))
-    save_folder(random_model(config), folder)
-    convert(folder, folder)
-    return folder
+    ends = list(range(3, N_TOKENS, 7))
+    return converted_llama(tmp_path_factory.mktemp("checkpoint"), max_position_embeddings=256, eos_token_id=ends)
 
 
 @pytest.fixture(scope="session")
@@ -98,10 +91,14 @@ def models(tmp_path_factory: pytest.TempPathFactory, books: Path):
 
 @pytest.fixture(scope="session")
 def chat_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`serving_cases.make_checkpoint`: long enough for answers, and with a chat template."""
-    from tests.support.serving_cases import make_checkpoint
+    """A converted random Llama with a chat template, a token a byte, and an end token; long enough for answers."""
+    from tests.support.hf_tiny import converted_llama
+    from tests.support.serving_cases import END, TEMPLATE
 
-    return make_checkpoint(tmp_path_factory.mktemp("chat_checkpoint"))
+    folder = tmp_path_factory.mktemp("chat_checkpoint")
+    converted_llama(folder, max_position_embeddings=400, eos_token_id=END)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
 
 
 @pytest.fixture(scope="session")

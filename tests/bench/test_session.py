@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from bench.config import AUTO, RunConfig, Sizes, Target
 from bench.memory import memory_plan
@@ -15,7 +14,6 @@ from bench.passes import settle
 from bench.plan import resolve
 from bench.session import Session
 from common.errors import ConfigError
-from convert_hf_checkpoint import convert
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.self_speculation import SelfConfig
 from engine.drafters.speculated import Hierarchical
@@ -24,7 +22,7 @@ from kv_cache.full import Full
 from kv_cache.policy import BudgetedPolicy
 from kv_cache.snapkv import SnapKV
 from kv_cache.streaming import Streaming
-from tests.support.hf_tiny import SHAPE, random_model, rope, save_folder
+from tests.support.hf_tiny import converted_llama, rope
 
 TEXTS = ["Call me Ishmael.", "It was the best of times, it was the worst of times", "No"]
 SMALL = SelfConfig(gamma=3, policy=Streaming(16))
@@ -44,9 +42,7 @@ def session(config: RunConfig) -> Session:
 def test_a_draft_of_the_draft_is_a_model_of_its_own(config, tmp_path, monkeypatch) -> None:
     """It is planned for, and trained on fewer positions than the target."""
     monkeypatch.setattr(BudgetedPolicy, "AUTO_BUDGETS", (18, 24))
-    shape = SHAPE | {"max_position_embeddings": 64, "num_hidden_layers": 1}
-    save_folder(random_model(LlamaConfig(**shape, bos_token_id=0)), tmp_path)
-    convert(tmp_path, tmp_path)
+    converted_llama(tmp_path, max_position_embeddings=64, num_hidden_layers=1)
     how = {"policy": Streaming(AUTO, n_sink=2), "draft_dtype": "float32"}
     draft = Hierarchical(gamma="auto", draft_of_draft=str(tmp_path), inner_budget=20, draft=SelfConfig(**how))
     session = Session.open(replace(config, draft=draft), TEXTS)
@@ -120,7 +116,6 @@ def test_a_draft_within_its_context_stays_as_it_was_trained(config: RunConfig, t
         plan = resolve(replace(config, target=target, draft=replace(draft, policy=policy)), [text])
         source = plan.candidates[0].source
         assert source is not None and source.config.rope_scaling is None and not source.is_changed
-    save_folder(random_model(LlamaConfig(**SHAPE, **rope(10000.0, "linear", factor=2.0))), tmp_path)
-    convert(tmp_path, tmp_path)
+    converted_llama(tmp_path, **rope(10000.0, "linear", factor=2.0))
     with pytest.raises(ConfigError, match=f"extended already(.|\n)*{tmp_path}"):
         resolve(replace(config, target=target, draft=replace(draft, draft_model=str(tmp_path))), ["a b c " * 50])

@@ -15,7 +15,7 @@ from bench.config import DEFAULT_MODEL
 from common import cli
 from common.errors import DataError
 from common.exit import exit_on_user_error
-from models.checkpoints import model_source
+from models.checkpoints.model_source import find_model
 from reproduce import tables
 from reproduce.helpers.records import read_records, selected
 from serving.schemas import NEUTRAL, ChatCompletion, Completion, Generate, Parameters
@@ -83,12 +83,8 @@ def test_programs_take_the_flags_of_a_pages_commands(page: Path, monkeypatch: py
 @pytest.mark.parametrize("page", ["README.md", "docs/speculation.md"])
 def test_a_pages_python_runs(page: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """With a tiny model in the place of the built-in one; `test_extending.py` runs the code of another page."""
-    find = model_source.find_model
-
-    def find_tiny(path: str, *how: Any) -> model_source.ModelSource:
-        return find(str(checkpoint / "model.pth") if path == DEFAULT_MODEL else path, *how)
-
-    monkeypatch.setattr("bench.config.find_model", find_tiny)
+    tiny = {DEFAULT_MODEL: str(checkpoint / "model.pth")}
+    monkeypatch.setattr("bench.config.find_model", lambda path, *how: find_model(tiny.get(path, path), *how))
     blocks = [code for language, code in FENCED.findall((ROOT / page).read_text()) if language == "python"]
     exec("\n".join(blocks), {})
     shares = re.findall(r"[01]\.\d+(?: \[.*\])?$", capsys.readouterr().out, re.MULTILINE)

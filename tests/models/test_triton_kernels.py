@@ -58,11 +58,11 @@ def require_good(launch: Launch, arch: int) -> None:
     assert 0 < compiled.metadata.shared <= SHARED_LIMIT[arch]
 
 
-def test_kernels_give_what_pytorch_gives():
-    """Run files of tests/support in another process: TRITON_INTERPRET has to be set before the import."""
-    files = sorted(ROOT.glob("tests/support/triton_*cases.py"))
+@pytest.mark.parametrize("file", sorted(ROOT.glob("tests/support/triton_*cases.py")), ids=lambda file: file.stem)
+def test_kernels_give_what_pytorch_gives(file):
+    """Run a file of tests/support in another process: TRITON_INTERPRET has to be set before the import."""
     environment = {"TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, **environment)
+    ended = python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file, **environment)
     assert ended.code == 0, ended.out[-6000:] + ended.err[-2000:]
 
 

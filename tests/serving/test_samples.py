@@ -6,11 +6,9 @@ from statistics import fmean
 
 import pytest
 from huggingface_hub import InferenceClient
-from transformers import LlamaConfig
 
-from convert_hf_checkpoint import convert
 from engine.sampling.distribution import SamplingParams
-from tests.support.hf_tiny import SHAPE, random_model, save_folder
+from tests.support.hf_tiny import converted_llama
 from tests.support.serving_cases import CHATS, END, STREAM, TGI, V1, Alone, Served, serving
 
 PROMPTS = ["of the cat and the hat", "a", "1, 2, 3, 4, 5, 6, 7, 8" * 3]
@@ -123,9 +121,7 @@ def test_the_likeliest_tokens_at_every_position(served: Served, alone: Alone):
 
 def test_ids_without_a_token_have_names_of_their_own(tmp_path):
     """The embedding is larger than the tokenizer; such ids are drawn, and add no text."""
-    shape = SHAPE | {"vocab_size": 320, "max_position_embeddings": 400}
-    save_folder(random_model(LlamaConfig(**shape, bos_token_id=0, eos_token_id=END)), tmp_path)
-    convert(tmp_path, tmp_path)
+    converted_llama(tmp_path, vocab_size=320, max_position_embeddings=400, eos_token_id=END)
     likely = {str(id_): 40 - id_ / 100 for id_ in (300, 301, 302, 303)}
     with serving(tmp_path) as server:
         for prompt in ("a b c", "tea"):

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from convert_hf_checkpoint import convert
 from tests.support.checkpoint_folders import ALPHABET, BOS, save_tokenizer
 
 TOKENS = [BOS, *ALPHABET]
@@ -46,3 +47,10 @@ def save_folder(model: PreTrainedModel, folder: Path) -> None:
     """Save a folder like a download: config.json, safetensors, tokenizer.json."""
     model.save_pretrained(folder)
     save_tokenizer(folder, TOKENS, adds_bos=True)
+
+
+def converted_llama(folder: Path, **changes: Any) -> Path:
+    """Save a random Llama of SHAPE with changes of its config, and convert it; return the folder."""
+    save_folder(random_model(LlamaConfig(**SHAPE | {"bos_token_id": 0} | changes)), folder)
+    convert(folder, folder)
+    return folder

@@ -57,16 +57,6 @@ class Models:
         return [*paths, f"--dataset={self.books}", *overriding(flags, more)]
 
 
-SAME_ON_ANY_RANKS = (
-    *("tokens_sha256", "tokens_generated", "sequences", "identical_sequences"),
-    *("drafted", "accepted", "acceptance_per_position"),
-)
-
-
-def results(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: record[key] for key in SAME_ON_ANY_RANKS}
-
-
 def make_models(root: Path, books: Path) -> Models:
     made = Models(*(root / name for name in ("target", "draft")), books)
     made.target.mkdir()

@@ -17,16 +17,14 @@ from unittest.mock import patch
 from urllib.parse import urlsplit
 
 import torch
-from transformers import LlamaConfig
 
 from common import cli
-from convert_hf_checkpoint import convert
 from engine import Decoder, ModelRunner, Request, SamplingParams, generate
 from kv_cache import FullKVCache
 from models import load_model
 from models.checkpoints.tokenizer import load_tokenizer
 from serving.serve import Serve, Server, open_server
-from tests.support.hf_tiny import N_TOKENS, SHAPE, random_model, save_folder
+from tests.support.hf_tiny import N_TOKENS
 from tests.support.programs import ROOT, overriding
 from tests.support.rank_jobs import LAUNCHER, Job, launched
 from tests.support.tiny import decode
@@ -38,15 +36,6 @@ TEMPLATE += "{% if add_generation_prompt %}[a]{% endif %}"
 # Rows that differ in how many drafts are accepted: the draft sees little of its context.
 PLAIN = "--max_batch 4 --max_length 320 --dtype float64"
 FLAGS = f"{PLAIN} --draft_dtype same --gamma 3 --draft_budget 16 --n_sink 2"
-
-
-def make_checkpoint(folder: Path) -> Path:
-    """Write a model with a chat template, a token for each byte, and an end token."""
-    shape = SHAPE | {"max_position_embeddings": 400}
-    save_folder(random_model(LlamaConfig(**shape, bos_token_id=0, eos_token_id=END)), folder)
-    convert(folder, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """The certificate of production precision: what it counts, the bound that it measures, and that it can fail."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,16 +17,12 @@ PROMPTS, FORCED = random_prompts(LENGTHS), torch.tensor(random_prompts([N_FORCED
 GREEDY, COUPLED = SamplingParams(), SamplingParams(temperature=0.8, seed=5)
 
 
-def with_blocks(model: Transformer, change: Callable[[Tensor, Tensor], Tensor]) -> Transformer:
-    """The model, whose forwards of more than one token give `change(logits [B, T, V], positions [B, T])`."""
+class Rounding(Transformer):
+    """A model whose forwards of several tokens round otherwise than those of a token."""
 
-    class Changed(Transformer):
-        def forward(self, tokens, positions, cache):
-            logits = super().forward(tokens, positions, cache)
-            return logits if tokens.shape[1] == 1 else change(logits, positions)
-
-    model.__class__ = Changed
-    return model
+    def forward(self, tokens, positions, cache):
+        logits = super().forward(tokens, positions, cache)
+        return logits if tokens.shape[1] == 1 else logits + noise_like(logits, 0.2, int(positions.sum()))
 
 
 def speculate(model: Transformer, sampling: SamplingParams) -> Tensor:
@@ -50,9 +44,8 @@ def calibration_of(model: Transformer) -> Calibration:
 @pytest.mark.parametrize("sampling,dtype", [(GREEDY, torch.bfloat16), (COUPLED, torch.float64)])
 def test_blocks_that_round_otherwise_flip_near_ties_and_the_certificate_holds(sampling, dtype):
     """A large model in low precision rounds otherwise by itself; a small one nearly always alike."""
-    model = with_blocks(
-        tiny_model(dtype=dtype), lambda logits, positions: logits + noise_like(logits, 0.2, int(positions.sum()))
-    )
+    model = tiny_model(dtype=dtype)
+    model.__class__ = Rounding
     calibration = calibration_of(model)
     assert 0.19 < calibration.eps < 0.3
     assert 0 < calibration.flips < calibration.positions / 4

