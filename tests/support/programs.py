@@ -66,12 +66,12 @@ def saved(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def python(*words: object, cwd: Path = ROOT, **environment: str) -> Ended:
+def python(*words: object, **environment: str) -> Ended:
     """Run Python with those words in another process, without this one's PYTHONPATH."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     variables |= {"OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
     return Ended(done.returncode, done.stdout, done.stderr)
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from engine import Decoder, ModelRunner, Request, SamplingParams, SelfSpeculation, generate
+from engine import Decoder, ModelRunner, Request, SamplingParams, generate
 from engine.drafters.combined import Combined
 from engine.drafters.suffix import Suffix
 from engine.requests import Outcome, Progress
-from kv_cache import StreamingKVCache
+from kv_cache.streaming import Streaming
 from tests.support.serving_cases import PLAIN, Served, serving
-from tests.support.tiny import decode, full_cache, random_prompts, tiny_model
+from tests.support.tiny import decode, full_cache, random_prompts, self_draft, tiny_model
 
 CHATS, CHAT = "/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 40}
 
@@ -42,8 +42,7 @@ def test_predictions_change_no_token_and_are_accepted(mode: str, kind: str):
 
         progress.decoded = count
         if kind == "beside a model":
-            cache = StreamingKVCache(model.config, 3, 8, 2, dtype=model.dtype)
-            drafter = Combined(runner, SelfSpeculation(runner, cache, 3), [drafter], least_match=2)
+            drafter = Combined(runner, self_draft(runner, Streaming(8, n_sink=2), 3), [drafter], least_match=2)
         decoder = Decoder(runner, drafter=drafter, verification=mode, progress=progress)
         each = enumerate(zip(prompts, predictions, strict=True))
         requests = [Request(prompt, 24, (), sampling, i, prediction=text) for i, (prompt, text) in each]

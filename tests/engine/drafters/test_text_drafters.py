@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError, DataError
-from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
+from engine import ModelRunner, SamplingParams, StandaloneDraft, generate
 from engine.controller import PLAIN as PLAIN_STEP
 from engine.controller import RoundChoice
 from engine.drafters import Guess, HostDrafter, RowUpdate
@@ -20,11 +20,12 @@ from engine.drafters.ngram import NGram, find_ngram
 from engine.drafters.oracle import Oracle
 from engine.drafters.suffix import Suffix, SuffixAutomaton
 from engine.modes import Greedy
-from kv_cache import FullKVCache, StreamingKVCache
+from kv_cache import FullKVCache
+from kv_cache.streaming import Streaming
 from tests.support import table_law as law
 from tests.support.controllers import Scripted
 from tests.support.drafters import counted
-from tests.support.tiny import batch_at, full_cache, random_prompts, tiny_model, tiny_runner
+from tests.support.tiny import batch_at, full_cache, random_prompts, self_draft, tiny_model, tiny_runner
 
 
 def longest_repeated(text: list[int]) -> tuple[int, int]:
@@ -147,8 +148,7 @@ def test_what_was_kept_leaves_the_joint_law_as_it_is(kind: str, seeds: tuple[int
     runner = ModelRunner(law.TARGET, cache)
     drafter = Suffix(runner, 2, law.PROMPTS[1] * 4) if kind == "another text" else Suffix(runner, 2, keep_answers=999)
     if kind == "combined":
-        small = StreamingKVCache(law.TARGET.config, runner.max_batch, 4, 1, dtype=law.TARGET.dtype)
-        drafter = Combined(runner, SelfSpeculation(runner, small, 2), [drafter], 3)
+        drafter = Combined(runner, self_draft(runner, Streaming(4, n_sink=1), 2), [drafter], 3)
     prompts = [law.PROMPTS[prompt] for prompt, _ in groups]
     for seed in seeds:
         sampling = SamplingParams(law.PLAIN.temperature, seed=seed)

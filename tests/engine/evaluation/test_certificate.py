@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import ModelRunner, SamplingParams, SelfSpeculation, generate
+from engine import ModelRunner, SamplingParams, generate
 from engine.evaluation.certificate import Calibration, Replay, calibrate, certify, replay
 from engine.sampling.noise import Stream, gumbel
-from kv_cache import StreamingKVCache
+from kv_cache.streaming import Streaming
 from models import Transformer
 from tests.support.faulty import noise_like
-from tests.support.tiny import TINY, full_cache, random_prompts, tiny_model
+from tests.support.tiny import TINY, full_cache, random_prompts, self_draft, tiny_model
 
 LENGTHS, N_NEW, N_FORCED, GAMMA = [9, 14, 23], 40, 48, 3
 PROMPTS, FORCED = random_prompts(LENGTHS), torch.tensor(random_prompts([N_FORCED] * len(LENGTHS), seed=1))
@@ -28,9 +28,7 @@ class Rounding(Transformer):
 def speculate(model: Transformer, sampling: SamplingParams) -> Tensor:
     """Tokens of self-speculation `[B, N_NEW]`; rows differ in length and in how many drafts they accept."""
     runner = ModelRunner(model, full_cache(model, len(PROMPTS)))
-    draft_cache = StreamingKVCache(model.config, len(PROMPTS), budget=14, n_sink=2, dtype=runner.cache.keys.dtype)
-    mode = "greedy" if sampling.greedy else "coupled"
-    drafter = SelfSpeculation(runner, draft_cache, GAMMA)
+    mode, drafter = "greedy" if sampling.greedy else "coupled", self_draft(runner, Streaming(14, n_sink=2), GAMMA)
     out = generate(runner, PROMPTS, max_new_tokens=N_NEW, drafter=drafter, sampling=sampling, verification=mode)
     assert 0 < out.stats.accepted < out.stats.drafted
     assert len({row.accepted for row in out.stats.rows}) > 1
