@@ -194,9 +194,8 @@ def test_a_row_that_decodes_waits_for_one_chunk_at_most():
             prefilled = [n for rows, n in ran if rows == 1]
             assert len(prefilled) <= 1 and sum(prefilled) <= 8 + again
     decode(decoder)
-    model = tiny_model()
     for request in (first, *others):
-        assert request.tokens == continue_by_recomputing(model, request.prompt, request.limit)
+        assert request.tokens == continue_by_recomputing(tiny_model(), request.prompt, request.limit)
 
 
 def catching_up(kind: str, target: ModelRunner) -> tuple[Drafter, list[int]]:
@@ -231,8 +230,7 @@ def test_a_drafter_that_missed_much_catches_up_in_chunks(kind):
         assert len(others[0].tokens) > n_tokens and sum(ran) <= 8 + 2 + 2 * (drafter.gamma + 2)
     n_plain = choices.index(0)
     assert 8 <= n_plain <= 10 and {*choices[n_plain:]} == {0}
-    model = tiny_model()
-    assert others[0].tokens == continue_by_recomputing(model, others[0].prompt, 60)
+    assert others[0].tokens == continue_by_recomputing(tiny_model(), others[0].prompt, 60)
 
 
 @pytest.mark.parametrize("kind", ["eagle-3", "P-EAGLE", "dflash"])

@@ -33,7 +33,6 @@ def strict(chat_checkpoint):
 
 
 def refused_field(served: Served, path: str, body: Any) -> str:
-    """Return the name of the field that a refusal names."""
     answer = served.ask(path, body)
     assert answer.status == (400 if path.startswith("/v1") else 422), answer.body
     if path.startswith("/v1"):

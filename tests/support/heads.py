@@ -105,7 +105,6 @@ def dflash_tensors(target: ModelConfig, n_layer: int = 2) -> dict[str, Tensor]:
 
 
 def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], file: str = "model.safetensors") -> str:
-    """Write a head's files; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if file.endswith(".safetensors"):

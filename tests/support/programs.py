@@ -62,7 +62,6 @@ class Ended:
 
 
 def saved(path: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a file of lines."""
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 

@@ -187,8 +187,7 @@ def test_a_head_has_slots_for_the_rounds_of_other_drafters(monkeypatch):
 
 
 def test_what_cannot_work_is_refused():
-    target = tiny_model()
-    runner = ModelRunner(target, full_cache(target, 2))
+    runner, target = tiny_runner(2), tiny_model()
     with pytest.raises(ConfigError, match="another number of rows"):
         generate(runner, [[1], [2]], max_new_tokens=2, drafter=standalone(TINY, 3))
     with pytest.raises(ConfigError, match="no room for a verification block"):

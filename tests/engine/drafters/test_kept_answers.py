@@ -6,11 +6,11 @@ from itertools import cycle
 
 import pytest
 
-from engine import Decoder, ModelRunner, Request, SamplingParams, generate
+from engine import Decoder, Request, SamplingParams, generate
 from engine.drafters import RowUpdate
 from engine.drafters.suffix import N_PROMPTS, Suffix
 from engine.requests import Progress
-from tests.support.tiny import decode, full_cache, random_prompts, tiny_model, tiny_runner
+from tests.support.tiny import decode, random_prompts, tiny_runner
 
 DRAWS = (7, 3)
 
@@ -76,9 +76,9 @@ def test_what_is_kept_stays_within_its_bound(keyed: bool):
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])
 def test_samples_of_two_prompts_share_drafts_and_change_no_token(mode: str):
     """Five samples of each, of different lengths, in three rows that keep prefixes; then the same requests again."""
-    model, prompts = tiny_model(), random_prompts([12, 30])
+    runner, prompts = tiny_runner(3), random_prompts([12, 30])
     sampling = SamplingParams(0.2, seed=5) if mode == "coupled" else SamplingParams()
-    runner, limits = ModelRunner(model, full_cache(model, 3)), [24, 9, 30, 17, 24, 30, 12, 28, 30, 20]
+    limits = [24, 9, 30, 17, 24, 30, 12, 28, 30, 20]
     each = [*enumerate(zip([prompts[i % 2] for i in range(10)], limits, strict=True))]
     how = {"sampling": sampling, "verification": mode}
     plain = generate(runner, [prompt for _, (prompt, _) in each], max_new_tokens=limits, **how).tokens

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from engine import Decoder, ModelRunner, Request, SamplingParams, generate
+from engine import Decoder, Request, SamplingParams, generate
 from engine.drafters.combined import Combined
 from engine.drafters.suffix import Suffix
 from engine.requests import Outcome, Progress
 from kv_cache.streaming import Streaming
 from tests.support.serving_cases import PLAIN, Served, serving
-from tests.support.tiny import decode, full_cache, random_prompts, self_draft, tiny_model
+from tests.support.tiny import decode, random_prompts, self_draft, tiny_runner
 
 CHATS, CHAT = "/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 40}
 
@@ -23,9 +23,8 @@ CHATS, CHAT = "/v1/chat/completions", {"messages": [{"role": "user", "content": 
 def test_predictions_change_no_token_and_are_accepted(mode: str, kind: str):
     """Predict, of five requests in three rows: an answer with a changed token, nothing, rubbish, the end of an answer,
     an answer."""
-    model, prompts = tiny_model(), random_prompts([12, 5, 30, 3, 9])
+    runner, prompts = tiny_runner(3), random_prompts([12, 5, 30, 3, 9])
     sampling = SamplingParams(1.1, seed=5) if mode == "coupled" else SamplingParams()
-    runner = ModelRunner(model, full_cache(model, 3))
     plain = generate(runner, prompts, max_new_tokens=24, sampling=sampling, verification=mode).tokens
     changed = [(token + 1) % 61 if place == 11 else token for place, token in enumerate(plain[0])]
     predictions = [changed, [], random_prompts([40], seed=3)[0], plain[3][10:], plain[4]]

@@ -40,7 +40,6 @@ CASES: dict[int, list[tuple[str, str, str, dict[str, Any]]]] = {
 
 
 def command(script: str, arguments: str, models: Models, folder: Path) -> list[str]:
-    """Return the flags of one process."""
     if script == "selfspec":
         flags = f"--model {models.target} --prompts {folder / 'own.jsonl'} --B 2 --gen_len 12 --dtype float64"
         return f"{flags} {DRAFT} --save_rows rows {arguments}".split()

@@ -12,24 +12,20 @@ from tests.support.on_ranks import open_cases
 from tests.support.programs import overriding
 from tests.support.rank_jobs import Models, forked
 
-N_ELEMENTS_APART = 1500  # a place in a tensor that a cheap digest skips
-
-Change = Callable[[dict[str, Tensor]], None]
-
 
 def scaled(weights: dict[str, Tensor]) -> None:
     weights["layers.1.attention.wo.weight"] *= 1.001
 
 
 def one_element(weights: dict[str, Tensor]) -> None:
-    weights["tok_embeddings.weight"].view(-1)[N_ELEMENTS_APART] += 1
+    weights["tok_embeddings.weight"].view(-1)[1500] += 1  # a place that a cheap digest skips
 
 
 def reordered(weights: dict[str, Tensor]) -> None:
     weights.update({name: weights.pop(name) for name in [*weights][::-1]})
 
 
-def copied(source: Path, folder: Path, change: Change) -> Path:
+def copied(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
     """Copy a checkpoint without its manifest, and change its weights."""
     shutil.copytree(source, folder)
     (folder / "manifest.json").unlink()
