@@ -97,8 +97,7 @@ def test_the_lookup_follows_its_rule_in_ragged_rows():
 
 
 def test_a_drafter_of_another_runner_is_refused():
-    model = tiny_model()
-    runner, other = ModelRunner(model, full_cache(model, 2)), ModelRunner(model, full_cache(model, 2))
+    runner, other = tiny_runner(2), tiny_runner(2)
     for drafter in (NGram(runner, 2), Oracle(runner, {}, 2)):
         with pytest.raises(ConfigError, match="another runner"):
             generate(other, [[1], [2, 3]], max_new_tokens=2, drafter=drafter)
@@ -208,8 +207,7 @@ def test_the_model_drafts_only_where_a_row_has_no_guess(mode: str):
 
 def test_a_rows_guess_stands_where_other_rows_have_none():
     """Next to a model of other weights, whose drafts are rejected."""
-    model, other, prompts = tiny_model(), tiny_model(seed=1), random_prompts([12, 5, 30])
-    runner = ModelRunner(model, full_cache(model, 3))
+    runner, other, prompts = tiny_runner(3), tiny_model(seed=1), random_prompts([12, 5, 30])
     plain = generate(runner, prompts, max_new_tokens=20)
     futures = [prompt + tokens for prompt, tokens in zip(prompts, plain.tokens, strict=True)]
     texts = [Sure(runner, 3, futures, lambda request, length: request == 1)]

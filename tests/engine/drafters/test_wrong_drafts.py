@@ -14,7 +14,7 @@ from engine.drafters.combined import Combined
 from engine.drafters.suffix import Suffix
 from engine.modes import Drafts
 from tests.support.recorded_graph import RecordedGraphs
-from tests.support.tiny import TINY, decode, full_cache, random_prompts, recomputed, tiny_model
+from tests.support.tiny import TINY, decode, full_cache, random_prompts, recomputed, tiny_model, tiny_runner
 
 V, GAMMA = TINY.vocab_size, 3
 
@@ -50,8 +50,7 @@ WRONG: dict[str, Callable[[Drafts], Any]] = {
 
 def start(make: Callable[[ModelRunner], Drafter], mode: str, **options: Any) -> tuple[Decoder, Drafter, list[Request]]:
     """Start two rows, and a request that waits; return the drafter, too."""
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, 2), **options)
+    runner = tiny_runner(2, **options)
     drafter = make(runner)
     decoder, sampling = Decoder(runner, drafter=drafter, verification=mode), SamplingParams(0.8 * (mode != "greedy"))
     requests = [
