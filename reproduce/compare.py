@@ -119,17 +119,14 @@ class Flags:
             given = getattr(self, name)
             for number in given if isinstance(given, tuple) else [given] * (given is not None):
                 require_at_least(name, number, least)
-        of_chats, of_stretches = ("categories", "per_category"), ("contexts", "num_prompts")
-        for names, why, is_unused in (
-            (of_chats, "these are no conversations", not self.chat),
-            (of_stretches, "prompts are taken whole, and all of them", self.prompts or self.chat),
+        given, defaults = vars(self) | vars(self.sampling), vars(Flags()) | vars(Sampling())
+        for is_unused, why, *names in (
+            (not self.chat, "these are no conversations", "categories", "per_category"),
+            (self.prompts or self.chat, "prompts are taken whole, and all of them", "contexts", "num_prompts"),
+            (SAMPLED not in self.kinds, "no text is sampled", "temperature", "top_k", "top_p", "min_p"),
         ):
-            if is_unused and (unused := [name for name in names if getattr(self, name) not in (None, ())]):
+            if is_unused and (unused := [name for name in names if given[name] != defaults[name]]):
                 note_without_effect(unused, why)
-        of_samples = ("temperature", "top_k", "top_p", "min_p")
-        unused = [name for name in of_samples if getattr(self.sampling, name) != getattr(Sampling(), name)]
-        if unused and SAMPLED not in self.kinds:
-            note_without_effect(unused, "no text is sampled")
         whole = [name for name in ("prompts", "chat", "tasks") if getattr(self, name)]
         if self.tasks and len(whole) > 1:
             refuse("tasks", whole[0], "no other prompts", "there are two sets of prompts", "leave one out")

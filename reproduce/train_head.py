@@ -25,7 +25,8 @@ from common.jsonl import publish
 from models.checkpoints.hf_config import read_config
 from models.checkpoints.manifest import CONFIG, write_text
 from reproduce.heads import examples, training
-from reproduce.heads.training import N_SINK, Recipe
+from reproduce.heads.examples import N_SINK
+from reproduce.heads.training import Recipe
 
 # Settings of decoding, which a record of training leaves out.
 NO_SETTINGS = ("gamma", "draft_policy", "draft_budget", "temperature", "verification", "seed")
@@ -72,13 +73,12 @@ def main(flags: Flags) -> None:
     write_all(session, folder, sizes, flags.batches)
     # Sessions pack the weights of linear layers.
     target = source.load(device=session.runner.device, dtype=torch.float32, prepack=False).requires_grad_(False)
+    path = Path(source.path)
+    values = read_config((path if path.is_dir() else path.parent) / CONFIG)
     for kind in flags.heads:
         keep_settings(folder / kind, vars(flags.recipe) | {"batches": flags.batches})
-        measured = train(kind, target, folder, flags)
-        path = Path(source.path)
-        values = read_config((path if path.is_dir() else path.parent) / CONFIG)
-        changed = flags.target.changes.apply(values, source.name)
-        training.save_head(measured.pop("head"), folder / kind, changed)
+        head, measured = train(kind, target, folder, flags)
+        training.save_head(head, folder / kind, flags.target.changes.apply(values, source.name))
         record = bench.record_of("train_head", session, bench.rounded({"head": kind} | measured), NO_SETTINGS)
         publish(flags.output.output, record | vars(sizes))
 
@@ -98,10 +98,10 @@ def write_all(session: bench.Session, folder: Path, sizes: Sizes, n_batches: int
     examples.write_examples(session.runner, prompts, sizes.gen_len, layers, folder, n_batches)
 
 
-def train(kind: str, target: Any, folder: Path, flags: Flags) -> dict[str, Any]:
+def train(kind: str, target: Any, folder: Path, flags: Flags) -> tuple[training.TrainedHead, dict[str, Any]]:
     """Train a head on the folder's examples; return it with what a record says of it."""
     recipe = flags.recipe
-    windows, held_out = examples.windows_of(folder, recipe.window, N_SINK, flags.batches)
+    windows, held_out = examples.windows_of(folder, recipe.window, flags.batches)
     counts = examples.token_counts(folder, target.config.vocab_size, flags.batches)
     torch.manual_seed(0)
     head = training.new_head(kind, target, counts, recipe, windows[0][0]["inputs"][0])
@@ -109,7 +109,7 @@ def train(kind: str, target: Any, folder: Path, flags: Flags) -> dict[str, Any]:
     seconds, curve = training.train(head, known_rows, windows, held_out, recipe, folder / kind, 60 * flags.minutes)
     sizes = {"batches": flags.batches, "example_tokens": int(counts.sum()), "examples": len(windows)}
     sizes |= {"held_out_examples": len(held_out), "steps": curve[-1]["step"], "training_seconds": seconds}
-    return {"head": head, "recipe": vars(recipe), **sizes, "curve": curve}
+    return head, {"recipe": vars(recipe), **sizes, "curve": curve}
 
 
 def keep_settings(folder: Path, settings: dict[str, Any]) -> None:

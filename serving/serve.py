@@ -77,17 +77,14 @@ class Http:
     def bind(self) -> socket.socket:
         """Return a socket that listens on the address. Errors: ConfigError if nothing can listen there."""
         try:
-            family, kind, protocol, *_ = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)[0]
-            sock = socket.socket(family, kind, protocol)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((self.host, self.port))
-            sock.listen()
+            family, *_ = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)[0]
+            is_ipv6 = family == socket.AF_INET6
+            return socket.create_server((self.host, self.port), family=family, dualstack_ipv6=is_ipv6)
         except (OSError, UnicodeError, OverflowError) as error:
             what, seen = "the server cannot listen there", f"{self.host}, {self.port}: {error}"
             if isinstance(error, socket.gaierror | UnicodeError) or getattr(error, "errno", 0) == errno.EADDRNOTAVAIL:
                 refuse("host", seen, "an address of this machine", what, f"leave out {flag('host')}")
             refuse("port", seen, "a port that is free", what, f"use {flag('port')} 0, which is any free port")
-        return sock
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,8 @@ TEMPERATURES = (0.6, 0.8, 1.0)
 HALVINGS = (4, 2, 3, 4, 1, 3, 4, 0)
 # Every HELD_OUT-th row, from the first on, is held out from training.
 HELD_OUT = 16
+# First tokens of a row in front of every window.
+N_SINK = 4
 # Tensors of a file: `tokens [rows, T]`, and for each token the target's normalised last hidden state, `last [rows, T,
 # dim]`, and the inputs of k layers side by side, `inputs [rows, T, k * dim]`.
 Examples = dict[str, Tensor]
@@ -98,17 +100,15 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("examples-*.safetensors"))
 
 
-def windows_of(
-    folder: Path, width: int, n_sink: int, n_batches: int | None = None
-) -> tuple[list[Window], list[Window]]:
-    """Return all training windows of `width` tokens after `n_sink`, and held-out windows, of the first `n_batches`;
+def windows_of(folder: Path, width: int, n_batches: int | None = None) -> tuple[list[Window], list[Window]]:
+    """Return all training windows of `width` tokens after N_SINK, and held-out windows, of the first `n_batches`;
     files are mapped into memory. Every HELD_OUT-th row is held out, of which only the end is a window: text that the
     target generated."""
     training, held_out = list[Window](), list[Window]()
     files = map(load_file, _files(folder)[:n_batches])
     for number, (file, row) in enumerate([(each, row) for each in files for row in range(len(each["tokens"]))]):
         last = file["tokens"].shape[1] - 1 - width
-        windows = [(file, row, start) for start in range(last, n_sink - 1, -width)]
+        windows = [(file, row, start) for start in range(last, N_SINK - 1, -width)]
         if number % HELD_OUT:
             training += windows
         else:
@@ -116,10 +116,10 @@ def windows_of(
     return training, held_out
 
 
-def stacked(windows: Sequence[Window], width: int, n_sink: int) -> Examples:
-    """Return windows side by side, each after the first `n_sink` tokens of its row, as a streaming cache keeps them:
-    the tensors of a file, `[n, n_sink + width, ...]`, with `positions`, and `next`, the tokens that followed."""
-    at = torch.stack([torch.cat([torch.arange(n_sink), torch.arange(start, start + width)]) for *_, start in windows])
+def stacked(windows: Sequence[Window], width: int) -> Examples:
+    """Return windows side by side, each after the first N_SINK tokens of its row, as a streaming cache keeps them:
+    the tensors of a file, `[n, N_SINK + width, ...]`, with `positions`, and `next`, the tokens that followed."""
+    at = torch.stack([torch.cat([torch.arange(N_SINK), torch.arange(start, start + width)]) for *_, start in windows])
     pairs = [*zip(windows, at, strict=True)]
     batch = {name: torch.stack([file[name][row, i] for (file, row, _), i in pairs]) for name in windows[0][0]}
     following = torch.stack([file["tokens"][row, i + 1] for (file, row, _), i in pairs])

@@ -13,6 +13,7 @@ from models.attention import AttentionSpec, TorchAttention
 from models.attention.base import AnySlots
 from models.heads.dflash import DFlashHead
 from models.heads.eagle import EagleHead
+from reproduce.heads.examples import N_SINK
 
 
 class Unrolled(NoCache, TorchAttention):
@@ -89,11 +90,11 @@ class BlocksBehindText(NoCache, TorchAttention):
         return out.transpose(1, 2).reshape(q.shape)
 
 
-def eagle_logits(eagle: EagleHead, batch: Mapping[str, Tensor], depth: int, n_sink: int) -> tuple[Tensor, Tensor]:
+def eagle_logits(eagle: EagleHead, batch: Mapping[str, Tensor], depth: int) -> tuple[Tensor, Tensor]:
     """Return the head's logits at `depth` draft positions after each token of the windows, `[depth, N,
     draft_vocab_size]`, and the token of the batch, `[depth, N]`, whose state gives the target's distribution there.
 
-    batch: windows of `examples.stacked` after `n_sink` tokens, with states in float32."""
+    batch: windows of `examples.stacked`, with states in float32."""
     n_window, width = batch["tokens"].shape
     length = width - depth
     states, positions = eagle.fused(batch["inputs"][:, :length]), batch["positions"][:, :length]
@@ -103,20 +104,20 @@ def eagle_logits(eagle: EagleHead, batch: Mapping[str, Tensor], depth: int, n_si
     for i in range(depth):
         # The next tokens after sinks are right in the first step, the only one whose entries other tokens see.
         states = eagle.advance(states, batch["next"][:, i : i + length], positions + i, unrolled)
-        logits.append(eagle.draft_logits(states[:, n_sink:]).flatten(0, 1))
-        state_of.append(index[:, n_sink + 1 + i : 1 + i + length].flatten())
+        logits.append(eagle.draft_logits(states[:, N_SINK:]).flatten(0, 1))
+        state_of.append(index[:, N_SINK + 1 + i : 1 + i + length].flatten())
     return torch.stack(logits), torch.stack(state_of)
 
 
 def dflash_logits(
-    dflash: DFlashHead, batch: Mapping[str, Tensor], size: int, n_blocks: int, n_sink: int, seed: int
+    dflash: DFlashHead, batch: Mapping[str, Tensor], size: int, n_blocks: int, seed: int
 ) -> tuple[Tensor, Tensor]:
     """Return the head's logits at the draft positions of `n_blocks` random blocks of `size` tokens in each window,
     `[size, N, draft_vocab_size]`, and the token of the batch, `[size, N]`, whose state gives the target's distribution
     there. A head that does not draft at its current token has a position less."""
     n_window, width = batch["tokens"].shape
     generator = torch.Generator().manual_seed(seed)
-    anchors = torch.randint(n_sink, width - size + 1, (n_window, n_blocks), generator=generator)
+    anchors = torch.randint(N_SINK, width - size + 1, (n_window, n_blocks), generator=generator)
     anchors = anchors.to(batch["tokens"].device)
     ahead = torch.arange(size, device=anchors.device)
     positions = (batch["positions"].gather(1, anchors)[..., None] + ahead).flatten(0, 1)

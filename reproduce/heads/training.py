@@ -28,10 +28,8 @@ TrainedHead: TypeAlias = EagleHead | DFlashHead
 DECAY, CLIP = 0.8, 1.0
 # Steps in which the learning rate rises, and seconds between checkpoints.
 WARM_UP, SAVE_SECONDS = 20, 60.0
-# First tokens of a row in front of every window, and held-out windows that are measured with every checkpoint.
-N_SINK, MEASURED = 4, 8
-# Held-out windows are measured like in this step, whose blocks are long.
-MEASURED_STEP = 2
+# Held-out windows that are measured with every checkpoint, and the step like in which they are: its blocks are long.
+MEASURED, MEASURED_STEP = 8, 2
 CHECKPOINT = "checkpoint.pt"
 
 
@@ -141,10 +139,10 @@ def losses(
     known_rows: the target's output layer for those tokens. batch: of `examples.stacked`."""
     batch = batch | {name: batch[name].float() for name in ("last", "inputs")}
     if isinstance(head, EagleHead):
-        logits, state_of = eagle_logits(head, batch, recipe.depth, N_SINK)
+        logits, state_of = eagle_logits(head, batch, recipe.depth)
     else:
         size = recipe.block_size if step % 3 == 2 else max(2, recipe.block_size // 2)
-        logits, state_of = dflash_logits(head, batch, size, recipe.blocks, N_SINK, seed=step)
+        logits, state_of = dflash_logits(head, batch, size, recipe.blocks, seed=step)
     with torch.no_grad():
         law = F.linear(batch["last"].flatten(0, 1), known_rows).float().softmax(dim=-1)[state_of]
     each = [F.cross_entropy(x.float(), p) for x, p in zip(logits, law, strict=True)]
@@ -175,7 +173,7 @@ def train(
     uninterrupted run, if time suffices, since a step's windows and blocks follow from its number."""
     device = known_rows.device
     optimizer = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    done, before, line, curve = 0, 0.0, dict[str, Any](), list[dict[str, Any]]()
+    done, before, curve = 0, 0.0, list[dict[str, Any]]()
     if (folder / CHECKPOINT).exists():
         saved = torch.load(folder / CHECKPOINT, map_location=device, weights_only=True)
         head.load_state_dict(saved["head"])
@@ -189,41 +187,38 @@ def train(
         return before + perf_counter() - started
 
     def run(some: Sequence[Window], step: int) -> tuple[Tensor, Tensor, Tensor]:
-        batch = {name: x.to(device) for name, x in stacked(some, recipe.window, N_SINK).items()}
+        batch = {name: x.to(device) for name, x in stacked(some, recipe.window).items()}
         # Ignores the warning that norms in mixed dtypes have no fused kernel.
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=in_bfloat16)
         with autocast, warnings.catch_warnings(action="ignore", category=UserWarning):
             return losses(head, known_rows, batch, recipe, step)
 
-    def save(line: dict[str, Any]) -> None:
-        with torch.no_grad():
-            held_out_shared = shared(*run(held_out[:: -(-len(held_out) // MEASURED)], MEASURED_STEP)[1:])
-        curve.append(line | {"held_out": held_out_shared})
-        say(
-            f"step {line['step']}, {progress:.0%} of the time or the steps; shared probability in text that was held "
-            f"out: {held_out_shared}"
-        )
-        state = {"head": head.state_dict(), "optimizer": optimizer.state_dict(), "curve": curve}
-        with atomic_path(folder / CHECKPOINT) as partial:
-            torch.save(state | {"step": line["step"], "seconds": seconds()}, partial)
+    def progress() -> float:
+        return max(done / recipe.steps, seconds() / limit)
 
-    for step in range(done, recipe.steps):
-        if step and seconds() >= limit:  # a curve needs a step
-            break
-        progress = max(step / recipe.steps, seconds() / limit)
-        loss, logits, law = run(chosen(windows, recipe.windows, step), step)
+    first, is_over = done, done > 0 and progress() >= 1  # a curve needs a step
+    while not is_over:
+        rate = recipe.lr * min(1, (done + 1) / WARM_UP) * (1 + math.cos(math.pi * progress())) / 2
+        loss, logits, law = run(chosen(windows, recipe.windows, done), done)
         for group in optimizer.param_groups:
-            group["lr"] = recipe.lr * min(1, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * progress)) / 2
+            group["lr"] = rate
         optimizer.zero_grad()
         (loss * DECAY ** torch.arange(len(loss), device=device)).sum().backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), CLIP)
         optimizer.step()
-        line = {"step": step + 1, "seconds": round(seconds(), 1), "loss": loss.tolist()}
-        if step == done or perf_counter() - last_saved > SAVE_SECONDS:
-            save(line | {"shared": shared(logits, law)})
+        done += 1
+        is_over = progress() >= 1
+        if is_over or done == first + 1 or perf_counter() - last_saved > SAVE_SECONDS:
+            line = {"step": done, "seconds": round(seconds(), 1), "loss": loss.tolist(), "shared": shared(logits, law)}
+            with torch.no_grad():
+                held_out_shared = shared(*run(held_out[:: -(-len(held_out) // MEASURED)], MEASURED_STEP)[1:])
+            curve.append(line | {"held_out": held_out_shared})
+            over = f"step {done}, {progress():.0%} of the time or the steps"
+            say(f"{over}; shared probability in text that was held out: {held_out_shared}")
+            state = {"head": head.state_dict(), "optimizer": optimizer.state_dict(), "curve": curve}
+            with atomic_path(folder / CHECKPOINT) as partial:
+                torch.save(state | {"step": done, "seconds": seconds()}, partial)
             last_saved = perf_counter()
-    if line and line["step"] > curve[-1]["step"]:
-        save(line | {"shared": shared(logits, law)})
     return seconds(), curve
 
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from engine import ModelRunner
 from kv_cache import FullKVCache
 from reproduce.heads import examples, training
+from reproduce.heads.examples import N_SINK
 from reproduce.heads.forwards import dflash_logits, eagle_logits
-from reproduce.heads.training import N_SINK, Recipe, TrainedHead
+from reproduce.heads.training import Recipe, TrainedHead
 from tests.support.programs import run
 from tests.support.tiny import TINY, full_cache, tiny_model
 
@@ -46,8 +47,8 @@ def new_head(kind: str, model, folder: Path) -> tuple[TrainedHead, Tensor]:
 
 
 def a_batch(folder: Path, n: int = 2) -> examples.Examples:
-    windows, _ = examples.windows_of(folder, RECIPE.window, N_SINK)
-    batch = examples.stacked(examples.chosen(windows, n, 0), RECIPE.window, N_SINK)
+    windows, _ = examples.windows_of(folder, RECIPE.window)
+    batch = examples.stacked(examples.chosen(windows, n, 0), RECIPE.window)
     return batch | {name: batch[name].float() for name in ("last", "inputs")}
 
 
@@ -70,7 +71,7 @@ def test_examples_hold_the_targets_states(model, folder):
 def test_eagle_is_trained_as_it_drafts(model, folder):
     """The unrolled steps equal a head over a cache of the window and the first tokens, which continues its states."""
     (eagle, _), batch, depth = new_head("eagle", model, folder), a_batch(folder, 1), RECIPE.depth
-    logits, state_of = eagle_logits(eagle, batch, depth, N_SINK)
+    logits, state_of = eagle_logits(eagle, batch, depth)
     eagle.body.backend = tiny_model().backend
     length = RECIPE.window - depth
     assert state_of[:, 0].tolist() == [N_SINK + 1 + i for i in range(depth)]
@@ -88,7 +89,7 @@ def test_eagle_is_trained_as_it_drafts(model, folder):
 def test_dflash_is_trained_as_it_drafts(model, folder):
     """All blocks of a window equal a block over a cache of the text before it."""
     (dflash, _), batch, size = new_head("dflash", model, folder), a_batch(folder), RECIPE.block_size
-    logits, state_of = dflash_logits(dflash, batch, size, RECIPE.blocks, N_SINK, seed=0)
+    logits, state_of = dflash_logits(dflash, batch, size, RECIPE.blocks, seed=0)
     dflash.body.backend = tiny_model().backend
     assert logits.shape == (size, 2 * RECIPE.blocks, RECIPE.draft_vocab_size)
     assert len({*state_of[0].tolist()}) > 5
