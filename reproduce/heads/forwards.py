@@ -1,7 +1,6 @@
 """Training forwards of heads over windows: EAGLE unrolled over draft positions, DFlash with many blocks over a text."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +15,8 @@ from models.heads.eagle import EagleHead
 from reproduce.heads.examples import N_SINK
 
 
-class Unrolled(NoCache, TorchAttention):
-    """Cache and attention of a one-layer head that is run from the states that it predicts, step by step. Row i of the
-    first step sees rows 0 to i. In later steps it also sees its entries of the steps before, like in drafting
-    (training-time test, EAGLE-3, arXiv 2503.01840, section 3.2)."""
+class Masked(NoCache, TorchAttention):
+    """Cache and attention of a head's layers in training: a subclass says which entries a forward reads and sees."""
 
     in_order = block_ends_view = False
 
@@ -27,67 +24,50 @@ class Unrolled(NoCache, TorchAttention):
         super().__init__(positions)
         self._written: list[Tensor] = []
 
+    def attend(self, q: Tensor, kv: KV, prepared: Tensor) -> Tensor:
+        k, v = (x.transpose(1, 2) for x in (kv.keys, kv.values))
+        queries = q.view(len(k), -1, *q.shape[2:]).transpose(1, 2)
+        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=prepared, enable_gqa=True)
+        return out.transpose(1, 2).reshape(q.shape)
+
+
+class Unrolled(Masked):
+    """A one-layer head that is run from the states that it predicts, step by step. Row i of the first step sees rows 0
+    to i. In later steps it also sees its entries of the steps before, like in drafting (training-time test, EAGLE-3,
+    arXiv 2503.01840, section 3.2)."""
+
     def write(self, layer: int, slots: None, new: Tensor, store: Store = store) -> None:
         self._written.append(new)
 
     def read(self, layer: int, queries: Tensor) -> KV:
-        return KV(*self._written[0].unbind(2))
+        return KV(*torch.cat(self._written, dim=1).unbind(2))
 
-    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> None:
-        return None
-
-    def attend(self, q: Tensor, kv: KV, prepared: None) -> Tensor:
-        k, v = (x.transpose(1, 2) for x in (kv.keys, kv.values))
-        if len(self._written) == 1:
-            out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=True)
-            return out.transpose(1, 2)
-        # A row sees a single entry of every later step. That takes fewer products than a mask over all rows.
-        later_keys, later_values = torch.stack(self._written[1:], dim=2).unbind(3)  # [B, n, steps, n_kv_head, D]
-        n, n_kv_head = q.shape[1], k.shape[1]
-        q = q.unflatten(2, (n_kv_head, -1)) * q.shape[-1] ** -0.5
-        hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
-        text = (q.permute(0, 2, 3, 1, 4).flatten(2, 3) @ k.mT).unflatten(2, (-1, n)).masked_fill(hidden, -torch.inf)
-        later = torch.einsum("bnkgd,bnskd->bkgns", q, later_keys)
-        shares = torch.cat([text, later], dim=-1).float().softmax(dim=-1)
-        out = (shares[..., :n].flatten(2, 3) @ v).unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4)
-        return (out + torch.einsum("bkgns,bnskd->bnkgd", shares[..., n:], later_values)).flatten(2, 3)
+    def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> Tensor:
+        itself = torch.eye(queries.shape[1], dtype=torch.bool, device=queries.device)
+        return torch.cat([torch.ones_like(itself).tril(), *[itself] * len(self._written)], dim=1)
 
 
-class BlocksBehindText(NoCache, TorchAttention):
-    """Cache and attention of `n` blocks after each text of a batch. It first takes a text's entries, `[B, T, ...]`,
-    then those of blocks, `[B * n, size, ...]`, of which each sees the text before it and itself."""
+class BlocksBehindText(Masked):
+    """Blocks at `anchors [B, n]`, indices in the texts of a batch. It first takes a text's entries, `[B, T, ...]`, then
+    those of blocks, `[B * n, size, ...]`, of which each sees the text before it and itself."""
 
-    in_order = block_ends_view = False
-
-    def __init__(self, positions: Tensor) -> None:
+    def __init__(self, positions: Tensor, anchors: Tensor) -> None:
         super().__init__(positions)
-        self._text: list[Tensor] = []
-        self._anchors: Tensor | None = None
-
-    def begin_blocks(self, anchors: Tensor) -> None:
-        """Begin blocks at `anchors [B, n]`, indices in the text."""
         self._anchors = anchors
 
     def write(self, layer: int, slots: None, new: Tensor, store: Store = store) -> None:
-        if self._anchors is None:
-            self._text.append(new)
+        if layer == len(self._written):
+            self._written.append(new)
         else:
-            self._new = torch.cat([self._text[layer], new.view(len(self._anchors), -1, *new.shape[2:])], dim=1)
+            text = self._written[layer]
+            self._new = torch.cat([text, new.view(len(text), -1, *new.shape[2:])], dim=1)
 
     def prepare(self, spec: AttentionSpec, queries: Tensor, slots: AnySlots) -> Tensor:
-        assert self._anchors is not None
         size, n = queries.shape[1], self._anchors.shape[1]
         at = torch.arange(self.positions.shape[1], device=queries.device)
         text = at < self._anchors.repeat_interleave(size, dim=1)[..., None]
         block = torch.arange(n * size, device=queries.device) // size
-        visible = torch.cat([text, (block[:, None] == block).expand(len(text), -1, -1)], dim=2)
-        return torch.zeros_like(visible, dtype=spec.dtype).masked_fill(~visible, -torch.inf)[:, None]
-
-    def attend(self, q: Tensor, kv: KV, prepared: Any) -> Tensor:
-        k, v = (x.transpose(1, 2) for x in (kv.keys, kv.values))
-        queries = q.view(len(prepared), -1, *q.shape[2:]).transpose(1, 2)
-        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=prepared, enable_gqa=True)
-        return out.transpose(1, 2).reshape(q.shape)
+        return torch.cat([text, (block[:, None] == block).expand(len(text), -1, -1)], dim=2)[:, None]
 
 
 def eagle_logits(eagle: EagleHead, batch: Mapping[str, Tensor], depth: int) -> tuple[Tensor, Tensor]:
@@ -121,9 +101,8 @@ def dflash_logits(
     anchors = anchors.to(batch["tokens"].device)
     ahead = torch.arange(size, device=anchors.device)
     positions = (batch["positions"].gather(1, anchors)[..., None] + ahead).flatten(0, 1)
-    dflash.body.backend = cache = BlocksBehindText(batch["positions"])
+    dflash.body.backend = cache = BlocksBehindText(batch["positions"], anchors)
     dflash.remember(dflash.fused(batch["inputs"]), batch["positions"], cache)
-    cache.begin_blocks(anchors)
     states = dflash.draft(batch["tokens"].gather(1, anchors).flatten(), positions, cache)
     logits = dflash.draft_logits(states).transpose(0, 1)
     first = anchors + width * torch.arange(n_window, device=anchors.device)[:, None]
