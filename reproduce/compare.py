@@ -145,8 +145,10 @@ class Flags:
         """The kinds of text to draft."""
         return self.texts or ((SAMPLED if self.sampling.temperature > 0 else GREEDY),)
 
-    def tasks_at(self, context: int) -> Tasks:
+    def tasks_at(self, context: int | None) -> Tasks:
         """Return the tasks, with examples of at most `context` tokens. Errors: UserError."""
+        if context is None or not self.tasks:
+            return []
         n, seed, target = self.num_prompts or self.B, self.sampling.seed or 0, self.target.with_text()
         return tasks_of(self.tasks, n, context, seed, target, self.text.dataset)
 
@@ -208,31 +210,29 @@ def open_sessions(flags: Flags, configs: Configs, context: int | None, ids: list
     return {storage: bench.Session.of_plan(plan, n_continued) for storage, plan in plans.items()}
 
 
-def task_records(flags: Flags, configs: Configs, context: int, tasks: Tasks) -> Iterator[Record]:
-    """Yield the record of each task at a context. Errors: UserError."""
-    flags = replace(flags, gen_len=max(task.new_tokens for task, _ in tasks))
-    sessions = open_sessions(flags, configs, None, [each.prompt for _, examples in tasks for each in examples])
-    named = {"context": context, "texts_seed": flags.sampling.seed or 0}
-    for task, examples in tasks:
-        shorter = {storage: session.variant(gen_len=task.new_tokens) for storage, session in sessions.items()}
-        batches = examples_of(next(iter(shorter.values())), task, examples)
-        yield from measure(flags, configs, shorter, named | {"task": task.name}, batches)
-
-
-def records_at(flags: Flags, configs: Configs, context: int | None) -> Iterator[Record]:
-    """Yield the records of a context, of whole prompts, or of the categories of conversations. Errors: UserError."""
-    if not flags.chat:
+def records_at(flags: Flags, configs: Configs, context: int | None, tasks: Tasks) -> Iterator[Record]:
+    """Yield the records of a context, of its tasks, of whole prompts, or of the categories of conversations. Errors:
+    UserError."""
+    if tasks:
+        flags = replace(flags, gen_len=max(task.new_tokens for task, _ in tasks))
+        sessions = open_sessions(flags, configs, None, [each.prompt for _, examples in tasks for each in examples])
+        named = {"context": context, "texts_seed": flags.sampling.seed or 0}
+        for task, examples in tasks:
+            shorter = {storage: session.variant(gen_len=task.new_tokens) for storage, session in sessions.items()}
+            batches = examples_of(next(iter(shorter.values())), task, examples)
+            yield from measure(flags, configs, shorter, named | {"task": task.name}, batches)
+    elif flags.chat:
+        prompts = load_prompts(flags.prompts or str(ROOT / CHATS))
+        categories = by_category(prompts, flags.categories, flags.per_category)
+        template = flags.target.with_text().chat_template()
+        ids = [longest_form(template, prompt, flags.gen_len) for prompt in chain(*categories.values())]
+        sessions = open_sessions(flags, configs, None, ids)
+        for category, talks in categories.items():
+            named = {"category": category, "conversations": len(talks)}
+            yield from measure(flags, configs, sessions, named, turns_of(talks, template, flags.B))
+    else:
         sessions = open_sessions(flags, configs, context, None)
         yield from measure(flags, configs, sessions, {}, batches_of(next(iter(sessions.values()))))
-        return
-    prompts = load_prompts(flags.prompts or str(ROOT / CHATS))
-    categories = by_category(prompts, flags.categories, flags.per_category)
-    template = flags.target.with_text().chat_template()
-    ids = [longest_form(template, prompt, flags.gen_len) for prompt in chain(*categories.values())]
-    sessions = open_sessions(flags, configs, None, ids)
-    for category, talks in categories.items():
-        named = {"category": category, "conversations": len(talks)}
-        yield from measure(flags, configs, sessions, named, turns_of(talks, template, flags.B))
 
 
 def measure(
@@ -282,11 +282,9 @@ def measure(
 def main(flags: Flags) -> None:
     flags.check()
     configs = named_configs(flags)
-    contexts, records = flags.contexts or (CONTEXT,), list[Record]()
-    if flags.tasks:  # all are read before any is run
-        parts = [task_records(flags, configs, *each) for each in [(n, flags.tasks_at(n)) for n in contexts]]
-    else:
-        parts = [records_at(flags, configs, n) for n in ((None,) if flags.prompts or flags.chat else contexts)]
+    contexts = (None,) if flags.prompts or flags.chat else flags.contexts or (CONTEXT,)
+    tasks, records = [flags.tasks_at(n) for n in contexts], list[Record]()  # all are read before any is run
+    parts = (records_at(flags, configs, *each) for each in zip(contexts, tasks, strict=True))
     for record in chain.from_iterable(parts):
         append_record(flags.output.output, record)
         records.append(record)

@@ -82,10 +82,9 @@ class Endpoint(NamedTuple):
 @contextmanager
 def served(flags: Sequence[str]) -> Iterator[str]:
     """Start a server with these flags, and yield its address once it answers. Errors: ConfigError if it ends before."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, str(ROOT / "foretoken.py"), "serve", *flags, "--port", port]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, str(ROOT / "foretoken.py"), "serve", *flags, "--port", str(port)]
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:

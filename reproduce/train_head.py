@@ -94,8 +94,7 @@ def write_all(session: bench.Session, folder: Path, sizes: Sizes, n_batches: int
         refuse("dataset", seen, f">= {sizes.prefix_len}", "too little text for the prompts", fix, DataError)
     write_text(folder / "held_back.txt", book[len(book) // 2 :])
     prompts = partial(examples.prompts_of, text, bos, longest=sizes.prefix_len, n_rows=sizes.B, n_new=sizes.gen_len)
-    layers = training.inputs_of(session.runner.model.config.n_layer)
-    examples.write_examples(session.runner, prompts, sizes.gen_len, layers, folder, n_batches)
+    examples.write_examples(session.runner, prompts, sizes.gen_len, folder, n_batches)
 
 
 def train(kind: str, target: Any, folder: Path, flags: Flags) -> tuple[training.TrainedHead, dict[str, Any]]:

@@ -20,7 +20,7 @@ from models.checkpoints.manifest import CONFIG, atomic_path, write_text
 from models.heads.dflash import DFlashHead, DFlashShape
 from models.heads.eagle import EagleHead, EagleShape
 from models.heads.loading import published
-from reproduce.heads.examples import Examples, Window, chosen, stacked
+from reproduce.heads.examples import Examples, Window, chosen, inputs_of, stacked
 from reproduce.heads.forwards import dflash_logits, eagle_logits
 
 TrainedHead: TypeAlias = EagleHead | DFlashHead
@@ -46,11 +46,6 @@ class Recipe:
     layers: int = 3  # layers of the DFlash head
     block_size: int = 8  # tokens of the DFlash head's longest blocks; two of three steps halve them, like small gammas
     blocks: int = 64  # of a window
-
-
-def inputs_of(n_layer: int) -> tuple[int, ...]:
-    """Return the layers whose inputs heads read, those of EAGLE-3's published code; fewer for a target of few."""
-    return tuple(sorted({min(2, n_layer), n_layer // 2, max(0, n_layer - 3)}))
 
 
 def head_config(target: ModelConfig, n_layer: int, qk_norm: bool) -> ModelConfig:

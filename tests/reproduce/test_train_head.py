@@ -15,7 +15,7 @@ from reproduce.heads.training import Recipe, TrainedHead
 from tests.support.programs import run
 from tests.support.tiny import TINY, full_cache, tiny_model
 
-LAYERS = training.inputs_of(TINY.n_layer)
+LAYERS = examples.inputs_of(TINY.n_layer)
 RECIPE = Recipe(steps=6, window=24, windows=2, lr=0.01, draft_vocab_size=20, layers=2, block_size=4, blocks=5)
 TEXT = [(7 * i + i // 5) % TINY.vocab_size for i in range(150)]
 
@@ -32,7 +32,7 @@ def model():
 @pytest.fixture
 def folder(model, tmp_path):
     """A folder of four batches."""
-    examples.write_examples(ModelRunner(model, full_cache(model, 1)), prompts, 25, LAYERS, tmp_path, 4)
+    examples.write_examples(ModelRunner(model, full_cache(model, 1)), prompts, 25, tmp_path, 4)
     return tmp_path
 
 
