@@ -143,8 +143,9 @@ def profiled_rounds(session: Session, controller: Controller) -> tuple[Counter[s
 
 
 def open_fitting(words: str) -> Session:
-    """Open a session for flags, with the rows that fit into memory. Errors: OutOfMemoryError if none fits."""
-    plan = resolve(cli.read(SelfSpecFlags, words.split(), "selfspec_benchmark.py").config())
+    """Open a session for flags after ROUNDS, with the rows that fit into memory. Errors: OutOfMemoryError if none
+    fits."""
+    plan = resolve(cli.read(SelfSpecFlags, f"{ROUNDS} {words}".split(), "selfspec_benchmark.py").config())
     most = memory.memory_plan(plan).largest_batch(memory.available_bytes(plan.target.device))
     n_rows = min(plan.target.n_rows, most) or plan.target.n_rows
     return Session.of_plan(replace(plan, target=replace(plan.target, n_rows=n_rows), n_prompts=n_rows))
@@ -179,20 +180,9 @@ def rounds(device: str, words: str) -> Record:
     }
 
 
-Cell = Callable[[str], Record]
 MEASURES: dict[str, Callable[..., Record]] = {each.__name__: each for each in (attention, linears, noise, rounds)}
 FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-ROUNDS = FILE["rounds"]
-
-
-def cell_of(measure: str, **arguments: Any) -> Cell:
-    """Return the measurement that a table of gpu_speed.toml describes, by the device."""
-    if "words" in arguments:
-        arguments = {"words": f"{ROUNDS} {arguments['words']}"}
-    return partial(MEASURES[measure], **arguments)
-
-
-CELLS = {name: cell_of(**table) for name, table in FILE["cells"].items()}
+ROUNDS, CELLS = FILE["rounds"], FILE["cells"]
 Name: Any = Literal[tuple(CELLS)]
 
 
@@ -201,14 +191,15 @@ class Flags(Output):
     cells: tuple[Name, ...] = ()  # cells to measure (default: all)
 
 
-def measure(cells: Mapping[str, Cell], device: str, output: str | None) -> int:
-    """Publish a record of each cell as it ends. Returns how many failed."""
+def measure(cells: Mapping[str, Mapping[str, Any]], device: str, output: str | None) -> int:
+    """Publish a record of each cell as it ends. cells: tables of gpu_speed.toml. Returns how many failed."""
     n_failed = 0
     for name, cell in cells.items():
         say(name)
+        arguments = {key: value for key, value in cell.items() if key != "measure"}
         try:
             with torch.inference_mode():
-                figures = {"status": "done"} | cell(device)
+                figures = {"status": "done"} | MEASURES[cell["measure"]](device, **arguments)
         except Exception as error:  # the other cells may run
             traceback.print_exc()
             n_failed += 1

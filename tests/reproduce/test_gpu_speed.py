@@ -28,8 +28,8 @@ QUICK = {
 def test_small_sizes_run_on_the_cpu(checkpoint, tmp_path, monkeypatch):
     """A cell that fails is recorded, and leaves the others."""
     monkeypatch.setattr(gpu_speed, "ROUNDS", f"--load_format dummy --model {checkpoint}")
-    cells, output = {name: gpu_speed.cell_of(**table) for name, table in QUICK.items()}, tmp_path / "gpu.jsonl"
-    assert gpu_speed.measure(cells, "cpu", str(output)) == 1
+    output = tmp_path / "gpu.jsonl"
+    assert gpu_speed.measure(QUICK, "cpu", str(output)) == 1
     records = {line["cell"]: line for line in map(json.loads, output.read_text().splitlines())}
     assert list(records) == list(QUICK)
     failed = records.pop("failing")
@@ -50,7 +50,7 @@ class Planned(Exception):
     """A session was planned."""
 
 
-@pytest.mark.parametrize("name", [name for name, table in gpu_speed.FILE["cells"].items() if "words" in table])
+@pytest.mark.parametrize("name", [name for name, table in gpu_speed.CELLS.items() if "words" in table])
 def test_on_one_card_of_78_gib_the_rows_that_fit_decode(monkeypatch, name):
     plans = []
 
@@ -63,7 +63,7 @@ def test_on_one_card_of_78_gib_the_rows_that_fit_decode(monkeypatch, name):
     monkeypatch.setattr("bench.memory.available_bytes", lambda device: 78 * GIB)
     monkeypatch.setattr("bench.plan.resolve_device", lambda name: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    words = gpu_speed.CELLS[name].keywords["words"]
+    words = gpu_speed.CELLS[name]["words"]
     words += " --load_format dummy --model_name HuggingFaceTB/SmolLM2-135M-Instruct" * name.startswith("book")
     with pytest.raises(Planned):
         gpu_speed.open_fitting(f"{words} --device cuda")
