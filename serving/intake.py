@@ -48,7 +48,7 @@ class Intake:
     def __init__(self, session: Session, verification: str, limits: Limits, defaults: Mapping[str, Any]) -> None:
         assert session.tokenizer is not None
         self.tokenizer, self._plan, self._n_ranks = session.tokenizer, session.plan, session.ranks.size
-        self._verification, self._limits, target = verification, limits, session.plan.target.source
+        self._verification, self.limits, target = verification, limits, session.plan.target.source
         self.max_total = self._plan.target.capacity - self._plan.gamma - 1
         self.max_input = min(limits.max_input_length or self.max_total, self.max_total - 1)
         self._longest = min(limits.max_new_tokens, defaults.get("max_tokens", limits.max_new_tokens))
@@ -66,7 +66,7 @@ class Intake:
 
     def check(self, spec: GenerationSpec, prompt: Prompt, calls: Calls) -> None:
         """Refuse a request that is wrong whatever its prompt is."""
-        limits, within, n_ids = self._limits, spec.WITHIN, self._n_ids
+        limits, within, n_ids = self.limits, spec.WITHIN, self._n_ids
         n_new, n_stops, highest = spec.max_tokens or 0, len(spec.stop), max(spec.logit_bias, default=0)
         most, most_stops = min(limits.max_new_tokens, self.max_total - 1), limits.max_stop_sequences
         require(n_new <= most, spec.LENGTH, f"is {n_new}; this server gives {most}")

@@ -26,7 +26,7 @@ from common.say import say
 from engine.drafters.config import Trait
 from serving.answers import Failure
 from serving.app import error_response, make_app
-from serving.intake import Limits
+from serving.intake import Intake, Limits
 from serving.scheduler import Batch, Scheduler, open_session
 from serving.schemas import sampling_defaults
 from serving.service import Service
@@ -215,7 +215,8 @@ class Server:
     def open(self, session: Session, scheduler: Scheduler, defaults: Mapping[str, Any]) -> None:
         """Answer requests from now on, when `run` decodes. defaults: values of fields that a request does not give."""
         http = self._flags.http
-        self.service = Service(session, scheduler, self._flags.limits, http.log_prompts, defaults, self._loop)
+        intake = Intake(session, scheduler.verification, self._flags.limits, defaults)
+        self.service = Service(session, scheduler, intake, http.log_prompts, self._loop)
         if defaults:
             given = ", ".join(f"{name} {value}" for name, value in defaults.items())
             say(f"requests without these fields take generation_config.json's: {given} (--no_sampling_defaults)")

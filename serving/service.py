@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -27,7 +27,7 @@ from common.errors import UserError
 from engine.stats import Counts
 from models.checkpoints.tool_calls import ToolCallParser
 from serving.answers import CANCELLED, Answer, Failure, internal, invalid, prompt_tokens
-from serving.intake import Intake, Limits, Prompt
+from serving.intake import Intake, Prompt
 from serving.scheduler import Scheduler, ServedRequest, Update
 from serving.schemas import GenerationSpec
 
@@ -41,19 +41,13 @@ Samples = tuple[str, int]  # the number of samples of a prompt, after the name o
 
 class Service(Collector):
     """The answers that are being made. Only `call` may be used outside the event loop. down: why requests are no longer
-    answered, or None. defaults: see `Intake`."""
+    answered, or None."""
 
     def __init__(
-        self,
-        session: Session,
-        scheduler: Scheduler,
-        limits: Limits,
-        log_prompts: bool,
-        defaults: Mapping[str, Any],
-        loop: AbstractEventLoop,
+        self, session: Session, scheduler: Scheduler, intake: Intake, log_prompts: bool, loop: AbstractEventLoop
     ) -> None:
-        self.session, self.plan, self.scheduler, self.limits = session, session.plan, scheduler, limits
-        self.intake = Intake(session, scheduler.verification, limits, defaults)
+        self.session, self.plan, self.scheduler = session, session.plan, scheduler
+        self.intake, self.limits = intake, intake.limits
         self.answers: dict[int, Answer] = {}
         self.down: str | None = None
         self.loop, self.created, self.metrics = loop, int(time.time()), Metrics(self.plan.gamma)
