@@ -77,7 +77,7 @@ def main(flags: Flags) -> None:
     values = read_config((path if path.is_dir() else path.parent) / CONFIG)
     for kind in flags.heads:
         keep_settings(folder / kind, vars(flags.recipe) | {"batches": flags.batches})
-        head, measured = train(kind, target, folder, flags)
+        head, measured = training.train(kind, target, folder, flags.batches, flags.recipe, 60 * flags.minutes)
         training.save_head(head, folder / kind, flags.target.changes.apply(values, source.name))
         record = bench.record_of("train_head", session, bench.rounded({"head": kind} | measured), NO_SETTINGS)
         publish(flags.output.output, record | vars(sizes))
@@ -95,20 +95,6 @@ def write_all(session: bench.Session, folder: Path, sizes: Sizes, n_batches: int
     write_text(folder / "held_back.txt", book[len(book) // 2 :])
     prompts = partial(examples.prompts_of, text, bos, longest=sizes.prefix_len, n_rows=sizes.B, n_new=sizes.gen_len)
     examples.write_examples(session.runner, prompts, sizes.gen_len, folder, n_batches)
-
-
-def train(kind: str, target: Any, folder: Path, flags: Flags) -> tuple[training.TrainedHead, dict[str, Any]]:
-    """Train a head on the folder's examples; return it with what a record says of it."""
-    recipe = flags.recipe
-    windows, held_out = examples.windows_of(folder, recipe.window, flags.batches)
-    counts = examples.token_counts(folder, target.config.vocab_size, flags.batches)
-    torch.manual_seed(0)
-    head = training.new_head(kind, target, counts, recipe, windows[0][0]["inputs"][0])
-    known_rows = training.output_rows(target, head.target_ids)
-    seconds, curve = training.train(head, known_rows, windows, held_out, recipe, folder / kind, 60 * flags.minutes)
-    sizes = {"batches": flags.batches, "example_tokens": int(counts.sum()), "examples": len(windows)}
-    sizes |= {"held_out_examples": len(held_out), "steps": curve[-1]["step"], "training_seconds": seconds}
-    return head, {"recipe": vars(recipe), **sizes, "curve": curve}
 
 
 def keep_settings(folder: Path, settings: dict[str, Any]) -> None:

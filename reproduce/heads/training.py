@@ -20,7 +20,7 @@ from models.checkpoints.manifest import CONFIG, atomic_path, write_text
 from models.heads.dflash import DFlashHead, DFlashShape
 from models.heads.eagle import EagleHead, EagleShape
 from models.heads.loading import published
-from reproduce.heads.examples import Examples, Window, chosen, inputs_of, stacked
+from reproduce.heads.examples import Examples, Window, chosen, inputs_of, stacked, token_counts, windows_of
 from reproduce.heads.forwards import dflash_logits, eagle_logits
 
 TrainedHead: TypeAlias = EagleHead | DFlashHead
@@ -152,25 +152,25 @@ def shared(logits: Tensor, law: Tensor) -> list[float]:
 
 
 def train(
-    head: TrainedHead,
-    known_rows: Tensor,
-    windows: Sequence[Window],
-    held_out: Sequence[Window],
-    recipe: Recipe,
-    folder: Path,
-    limit: float,
-) -> tuple[float, list[dict[str, Any]]]:
-    """Train until the steps, or `limit` seconds of training, are over. Returns the seconds and the curve, earlier runs
+    kind: str, target: Transformer, folder: Path, n_batches: int, recipe: Recipe, limit: float
+) -> tuple[TrainedHead, dict[str, Any]]:
+    """Train an `eagle` or `dflash` head on the folder's first `n_batches` until the steps, or `limit` seconds of
+    training, are over. Returns it with what a record says of it, such as the seconds and the curve, earlier runs
     included: the losses at every checkpoint, and the shared probability there and in held-out windows.
 
     Windows are stretches from anywhere in the rows at their absolute positions, after the row's first tokens: a head
     is trained as a streaming cache of that many entries lets it draft. A run from a checkpoint gives the weights of an
     uninterrupted run, if time suffices, since a step's windows and blocks follow from its number."""
+    windows, held_out = windows_of(folder, recipe.window, n_batches)
+    counts = token_counts(folder, target.config.vocab_size, n_batches)
+    torch.manual_seed(0)
+    head = new_head(kind, target, counts, recipe, windows[0][0]["inputs"][0])
+    known_rows, checkpoint = output_rows(target, head.target_ids), folder / kind / CHECKPOINT
     device = known_rows.device
     optimizer = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     done, before, curve = 0, 0.0, list[dict[str, Any]]()
-    if (folder / CHECKPOINT).exists():
-        saved = torch.load(folder / CHECKPOINT, map_location=device, weights_only=True)
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, map_location=device, weights_only=True)
         head.load_state_dict(saved["head"])
         optimizer.load_state_dict(saved["optimizer"])
         done, before, curve = saved["step"], saved["seconds"], saved["curve"]
@@ -211,10 +211,12 @@ def train(
             over = f"step {done}, {progress():.0%} of the time or the steps"
             say(f"{over}; shared probability in text that was held out: {held_out_shared}")
             state = {"head": head.state_dict(), "optimizer": optimizer.state_dict(), "curve": curve}
-            with atomic_path(folder / CHECKPOINT) as partial:
+            with atomic_path(checkpoint) as partial:
                 torch.save(state | {"step": done, "seconds": seconds()}, partial)
             last_saved = perf_counter()
-    return seconds(), curve
+    sizes = {"batches": n_batches, "example_tokens": int(counts.sum()), "examples": len(windows)}
+    sizes |= {"held_out_examples": len(held_out), "steps": done, "training_seconds": seconds()}
+    return head, {"recipe": vars(recipe), **sizes, "curve": curve}
 
 
 def save_head(head: TrainedHead, folder: Path, target: Mapping[str, Any]) -> None:
