@@ -78,8 +78,8 @@ class Http:
         """Return a socket that listens on the address. Errors: ConfigError if nothing can listen there."""
         try:
             family, *_ = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)[0]
-            is_ipv6 = family == socket.AF_INET6
-            return socket.create_server((self.host, self.port), family=family, dualstack_ipv6=is_ipv6)
+            is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: is for IPv4, too
+            return socket.create_server((self.host, self.port), family=family, dualstack_ipv6=is_dual)
         except (OSError, UnicodeError, OverflowError) as error:
             what, seen = "the server cannot listen there", f"{self.host}, {self.port}: {error}"
             if isinstance(error, socket.gaierror | UnicodeError) or getattr(error, "errno", 0) == errno.EADDRNOTAVAIL:
