@@ -6,8 +6,9 @@ keyed by their purpose. The first token after a prefill is that of a round witho
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,30 +37,65 @@ class Drafts(NamedTuple):
     lengths: Tensor | None = None
 
 
-class Greedy:
-    """Draws and verifies by argmax."""
+class Verification(ABC):
+    """Draws the drafts of a round in a mode, and verifies them.
 
+    keeps_probs: `draw` returns every draft's distribution, also where the mode needs none. masks_drafts: the masks of
+    grammars follow the drafts, which are read from the device. verified: after `verify` in an inner round, where the
+    outer verification needs them, the distributions `[B, g + 1, V]` that the inner round draws tokens from.
+    """
+
+    keeps_probs = masks_drafts = False
     verified: Tensor | None = None
 
     def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-
-    def inner(self, ahead: Tensor, i: int, n_drafts: int) -> Greedy:
-        """Return the verification of the `i`-th inner round, whose drafts follow `ahead [B]` tokens of this round.
-        Where the outer verification needs them, its `verified` are the distributions `[B, g + 1, V]` that the inner
-        round draws tokens from."""
-        return self
+        self._batch, self._tokens = batch, list[Tensor]()
 
     def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
         """Draw the i-th draft `[B]` by a draft model's `logits [B, V]`; return its distribution `[B, V]` if needed."""
-        return argmax(self._batch.processed_draft(logits, i)), None
+        if self.masks_drafts:
+            self._batch.masks.fill(torch.stack(self._tokens, dim=1).tolist() if i else [()] * len(logits))
+        logits = self._batch.processed_draft(logits, i)
+        token, probs = self._draw(logits, i)
+        self._tokens.append(token)
+        return token, self.logprobs(logits).exp() if self.keeps_probs and probs is None else probs
 
+    def logprobs(self, logits: Tensor) -> Tensor:
+        """Return the log-probabilities of each row's distribution, by processed `logits [B, ..., V]`."""
+        return self._batch.distribution.logprobs(logits)
+
+    @abstractmethod
+    def inner(self, ahead: Tensor, i: int, n_drafts: int) -> Verification:
+        """Return the verification of the `i`-th inner round, whose drafts follow `ahead [B]` tokens of this round, and
+        are drawn without masks."""
+
+    @abstractmethod
+    def _draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
+        """Draw the i-th draft by processed logits."""
+
+    @abstractmethod
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
         """Return the verdict of the target's `logits [B, g + 1, V]`."""
+
+
+class Greedy(Verification):
+    """Draws and verifies by argmax."""
+
+    def inner(self, ahead: Tensor, i: int, n_drafts: int) -> Greedy:
+        return Greedy(self._batch)
+
+    def _draw(self, logits: Tensor, i: int) -> tuple[Tensor, None]:
+        return argmax(logits), None
+
+    def logprobs(self, logits: Tensor) -> Tensor:
+        """Return the log-probabilities of the model, since a row's distribution is a point."""
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+
+    def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
         return verify_greedy(drafts.tokens, self._batch.processed(logits, drafts.tokens), drafts.lengths)
 
 
-class Rejection:
+class Rejection(Verification):
     """Drafts, accepts and resamples by separate streams of random numbers.
 
     The numbers of a draft are keyed by its position and by its index in the round. So a position after a rejection is
@@ -68,17 +104,16 @@ class Rejection:
     by `i`, so no two inner rounds share any.
     """
 
-    verified: Tensor | None = None
-
     def __init__(self, batch: Batch, i: int | None = None) -> None:
-        self._batch, self._is_inner = batch, i is not None
+        super().__init__(batch)
+        self._is_inner = i is not None
         self._purpose = 0 if i is None else len(Stream) * (1 + i) << 16
 
     def inner(self, ahead: Tensor, i: int, n_drafts: int) -> Rejection:
         return Rejection(self._batch, i)
 
-    def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        probs = self._batch.distribution.probs(self._batch.processed_draft(logits, i))
+    def _draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        probs = self._batch.distribution.probs(logits)
         noise = self._gumbel(self._batch.lengths + 1 + i, Stream.DRAFT + len(Stream) * i, probs)
         return argmax(probs.log() + noise), probs
 
@@ -102,15 +137,14 @@ class Rejection:
         return gumbel(batch.seeds, batch.requests, positions, stream, like.shape[-1], like.dtype)
 
 
-class Coupled:
+class Coupled(Verification):
     """Draws drafts and the target's tokens by the same Gumbel vector per position, computed with the first draft, or
     for verifying where nothing was drawn. Ranks that do not decide never compute it."""
 
-    verified: Tensor | None = None
-
     def __init__(self, batch: Batch, noise: Callable[[], Tensor]) -> None:
         """noise: computes `[B, gamma + 1, V]`."""
-        self._batch, self._noise = batch, noise
+        super().__init__(batch)
+        self._noise = noise
         self._drawn_with: Tensor | None = None
 
     def inner(self, ahead: Tensor, i: int, n_drafts: int) -> Coupled:
@@ -129,33 +163,14 @@ class Coupled:
             self._drawn_with = self._noise()
         return self._drawn_with
 
-    def draw(self, logits: Tensor, i: int) -> tuple[Tensor, None]:
-        logprobs = self._batch.distribution.logprobs(self._batch.processed_draft(logits, i))
-        return argmax(logprobs + self.shared()[:, i]), None
+    def _draw(self, logits: Tensor, i: int) -> tuple[Tensor, None]:
+        return argmax(self.logprobs(logits) + self.shared()[:, i]), None
 
     def verify(self, drafts: Drafts, logits: Tensor) -> Verdict:
         # Noise that is computed here is not kept: where this is captured, a call computes it again, to be compared.
         noise = self._noise() if self._drawn_with is None else self._drawn_with
-        logprobs = self._batch.distribution.logprobs(self._batch.processed(logits, drafts.tokens))
+        logprobs = self.logprobs(self._batch.processed(logits, drafts.tokens))
         return verify_coupled(drafts.tokens, logprobs, noise[:, : logits.shape[1]], drafts.lengths)
-
-
-class ObservedDraws:
-    """Draws by a verification, and returns the distribution of every draft, also where the mode needs none."""
-
-    def __init__(self, verification: Any, batch: Batch, mode: str) -> None:
-        self._verification, self._batch, self._mode = verification, batch, mode
-
-    def inner(self, *given: Any) -> Any:
-        return self._verification.inner(*given)
-
-    def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        token, probs = self._verification.draw(logits, i)
-        logits = self._batch.processed_draft(logits, i)
-        return token, logprobs_in(self._mode, self._batch, logits).exp() if probs is None else probs
-
-
-Verification: TypeAlias = Greedy | Rejection | Coupled
 
 
 def resolve_mode(mode: str, params: Sequence[SamplingParams]) -> str:
@@ -170,14 +185,6 @@ def resolve_mode(mode: str, params: Sequence[SamplingParams]) -> str:
         where = f"{where} and temperature ({flag('temperature')})"
         refuse(where, f"greedy at temperature {sampled[0]}", "temperature 0", what, fix)
     return mode if mode != "auto" else "rejection" if sampled else GREEDY
-
-
-def logprobs_in(mode: str, batch: Batch, logits: Tensor) -> Tensor:
-    """Return log-probabilities of processed `logits [B, ..., V]`: of each row's distribution, or of the model's in the
-    greedy mode, whose distribution is a point."""
-    if mode == GREEDY:
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
-    return batch.distribution.logprobs(logits)
 
 
 def verification_in(mode: str, batch: Batch, gamma: int, model: Transformer) -> Verification:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,12 +17,11 @@ from engine.controller import RoundChoice
 from engine.drafters import Drafter, check_drafts, wrong_drafts
 from engine.drafters.hidden_states import HiddenStateBuffer
 from engine.graphs import BatchKey, GraphKey
-from engine.modes import GREEDY, Drafts, ObservedDraws, Verification, logprobs_in, resolve_mode, verification_in
+from engine.modes import GREEDY, Drafts, Verification, resolve_mode, verification_in
 from engine.requests import Outcome, Request
 from engine.rows import Rows
 from engine.runner import ModelRunner, finite_rows
 from engine.sampling.distribution import ALL, Filters, SamplingParams
-from engine.sampling.grammars import MaskedDraws
 from engine.timing import synchronize
 
 Result = TypeVar("Result")
@@ -60,7 +59,7 @@ class Round:
         buffers: Sequence[HiddenStateBuffer] | None = None,
         keeps_probs: bool = False,
     ) -> None:
-        self._mode, self._keeps_probs = mode, keeps_probs
+        self._keeps_probs = keeps_probs
         self.runner, self.batch, self.drafter, self.gamma = runner, batch, drafter, gamma
         self._key = None if runner.graphs is None else key
         self._buffers = buffers_of([drafter] if drafter else []) if buffers is None else buffers
@@ -105,12 +104,9 @@ class Round:
         if self.drafter is None:
             none = batch.current.new_zeros(len(batch.rows), self.gamma)
             return Drafts(none, lengths=torch.zeros_like(batch.current)), verification, None
-        drawing: Any = verification
-        if any(batch.masks.grammars) and self._key is None:
-            drawing = MaskedDraws(verification, batch.masks)
-        if self._keeps_probs:
-            drawing = ObservedDraws(drawing, batch, self._mode)
-        drafts = self.drafter.propose(batch, drawing, self.gamma)
+        verification.keeps_probs = self._keeps_probs
+        verification.masks_drafts = any(batch.masks.grammars) and self._key is None
+        drafts = self.drafter.propose(batch, verification, self.gamma)
         check_drafts(self.drafter, drafts, batch.current, self.gamma, self.runner.vocab_size)
         return drafts, verification, self.drafter.schedule.of_round
 
@@ -159,9 +155,9 @@ class Round:
     def logprobs(self) -> tuple[Tensor, Tensor | None]:
         """Return the log-probabilities `[B, n_drafts + 1, V]` that the target verified drafts by, and those that each
         draft was drawn from, `[B, n_drafts, V]`, or None. On the leader, until the batch has another state."""
-        probs = self.proposed[0].probs
+        drafts, verification = self.proposed
         logits = self.batch.processed(self.logits, self._verifiable.tokens)
-        return logprobs_in(self._mode, self.batch, logits), None if probs is None else probs.log()
+        return verification.logprobs(logits), None if drafts.probs is None else drafts.probs.log()
 
     @property
     def n_drafts(self) -> int:

@@ -161,20 +161,3 @@ class Masks:
                 if lengths is not None:
                     lengths[row].clamp_(min=n)
         return rows
-
-
-class MaskedDraws:
-    """Draws by a verification, with masks that follow the drafts; these are read from the device."""
-
-    def __init__(self, verification: Any, masks: Masks) -> None:
-        self._verification, self._masks, self._drafts = verification, masks, list[Tensor]()
-
-    def inner(self, *given: Any) -> Any:
-        """Return the verification of an inner round, whose drafts are drawn without masks."""
-        return self._verification.inner(*given)
-
-    def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
-        self._masks.fill(torch.stack(self._drafts, dim=1).tolist() if i else [()] * len(logits))
-        token, probs = self._verification.draw(logits, i)
-        self._drafts.append(token)
-        return token, probs
