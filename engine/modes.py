@@ -41,11 +41,13 @@ class Verification(ABC):
     """Draws the drafts of a round in a mode, and verifies them.
 
     keeps_probs: `draw` returns every draft's distribution, also where the mode needs none. masks_drafts: the masks of
-    grammars follow the drafts, which are read from the device. verified: after `verify` in an inner round, where the
+    grammars follow the drafts, which are read from the device. guesses: tokens `[B, g]`, and how many of these `[B]`
+    each row drafts with certainty, in the place of draws. verified: after `verify` in an inner round, where the
     outer verification needs them, the distributions `[B, g + 1, V]` that the inner round draws tokens from.
     """
 
     keeps_probs = masks_drafts = False
+    guesses: tuple[Tensor, Tensor] | None = None
     verified: Tensor | None = None
 
     def __init__(self, batch: Batch) -> None:
@@ -57,8 +59,16 @@ class Verification(ABC):
             self._batch.masks.fill(torch.stack(self._tokens, dim=1).tolist() if i else [()] * len(logits))
         logits = self._batch.processed_draft(logits, i)
         token, probs = self._draw(logits, i)
+        if self.keeps_probs and probs is None:
+            probs = self.logprobs(logits).exp()
+        if self.guesses is not None:
+            guess, is_guessed = self.guesses[0][:, i], i < self.guesses[1]
+            token = torch.where(is_guessed, guess, token)
+            if probs is not None:
+                certain = torch.zeros_like(probs).scatter_(1, token[:, None], 1)
+                probs = torch.where(is_guessed[:, None], certain, probs)
         self._tokens.append(token)
-        return token, self.logprobs(logits).exp() if self.keeps_probs and probs is None else probs
+        return token, probs
 
     def logprobs(self, logits: Tensor) -> Tensor:
         """Return the log-probabilities of each row's distribution, by processed `logits [B, ..., V]`."""

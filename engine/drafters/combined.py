@@ -6,10 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
-from typing import Any, Self, cast
-
-import torch
-from torch import Tensor
+from typing import Any, Self
 
 from common.errors import refuse
 from engine.batch import Batch
@@ -66,29 +63,12 @@ class Combined(HostDrafter):
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         if self.skips_model:
             return super().propose(batch, verification, gamma)
-        if not self._has_guesses:  # spares the small operations of every draft
-            return self.model.propose(batch, verification, gamma)
-        guessing = GuessThenDraft(verification, *self.guess(batch, gamma))
-        return self.model.propose(batch, cast(Verification, guessing), gamma)
+        if self._has_guesses:  # without any, this spares the small operations of every draft
+            verification.guesses = self.guess(batch, gamma)
+        return self.model.propose(batch, verification, gamma)
 
     def rollback(self, batch: Batch) -> None:
         self.model.rollback(batch)  # its schedule is this drafter's
-
-
-class GuessThenDraft:
-    """Draws a row's guess with certainty; without a guess, draws as `verification` does."""
-
-    def __init__(self, verification: Verification, tokens: Tensor, n_tokens: Tensor) -> None:
-        self._verification, self._tokens, self._n_tokens = verification, tokens, n_tokens
-
-    def draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
-        token, probs = self._verification.draw(logits, i)
-        guessed = i < self._n_tokens
-        token = torch.where(guessed, self._tokens[:, i], token)
-        if probs is not None:
-            certain = torch.zeros_like(probs).scatter_(1, token[:, None], 1)
-            probs = torch.where(guessed[:, None], certain, probs)
-        return token, probs
 
 
 def text_kinds() -> dict[str, type[HostDrafterConfig]]:
