@@ -8,4 +8,4 @@ from engine.generation import GenerateOutput, generate
 from engine.requests import Request
 from engine.runner import ModelRunner
 from engine.sampling.distribution import SamplingParams
-from engine.sampling.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
+from engine.verification import Verdict, verify_coupled, verify_greedy, verify_rejection

@@ -17,7 +17,7 @@ from common.errors import flag, refuse
 from engine.batch import Batch
 from engine.sampling.distribution import SamplingParams, argmax
 from engine.sampling.noise import Stream, gumbel, uniform
-from engine.sampling.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
+from engine.verification import Verdict, verify_coupled, verify_greedy, verify_rejection
 from models import Transformer
 
 GREEDY = "greedy"

@@ -1,3 +1,3 @@
-"""Sampling: the distribution of the next token, its edits, its random numbers, and the verification of drafts."""
+"""Sampling: the distribution of the next token, its edits and its random numbers."""
 
 from engine.sampling.distribution import SamplingParams, logits_to_probs

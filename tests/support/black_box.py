@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.sampling.distribution import SamplingParams, logits_to_probs
-from engine.sampling.verification import Verdict, verify_rejection
+from engine.verification import Verdict, verify_rejection
 
 HALVINGS = 56
 FAR = 60.0  # exp(-60) is nothing next to 1e-12

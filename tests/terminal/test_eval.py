@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench.session import Session
 from engine.drafters.stored import Models
-from engine.sampling.verification import Verdict
+from engine.verification import Verdict
 from models.checkpoints.tokenizer import Tokenizer
 from terminal.eval import is_right, problems, prompt
 from terminal.significance import compared, mcnemar, paired_difference, wilson

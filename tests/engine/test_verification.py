@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.batch import Batch
 from engine.modes import Drafts, Rejection
 from engine.sampling.distribution import Filters, SamplingParams, logits_to_probs
-from engine.sampling.verification import verify_rejection
+from engine.verification import verify_rejection
 from tests.support.black_box import FAMILIES, law_pairs, recovered_laws
 from tests.support.statistics_tools import chi_square, upper_tail
 
