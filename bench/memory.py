@@ -56,11 +56,11 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     """Return the bytes of all weights and KV entries, and a reserve on a GPU."""
     target = plan.target
     drafts = [draft.n_bytes(target, plan.chooses) for draft in plan.candidates]
-    weights, kv = target.n_bytes()
-    of_models = sum({model: size for draft in drafts for model, size in draft.weights.items()}.values())
-    of_drafts = sum(sorted((draft.per_row for draft in drafts), reverse=True)[: plan.n_resident])
+    of_target, kv = target.n_bytes()
+    of_models = sum({model: size for weights, _ in drafts for model, size in weights.items()}.values())
+    of_drafts = sum(sorted((per_row for _, per_row in drafts), reverse=True)[: plan.n_resident])
     reserve = 0 if plan.target.device.startswith("cpu") else RESERVE_BYTES
-    fixed = {"weights": weights, "draft weights": of_models, "reserve": reserve}
+    fixed = {"weights": of_target, "draft weights": of_models, "reserve": reserve}
     return MemoryPlan(fixed, {"target KV": kv, "draft KV": of_drafts})
 
 

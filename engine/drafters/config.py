@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import Flag, auto
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
 
 from common.errors import flag, refuse
-from engine.drafters.base import Drafter
+from engine.drafters.base import Drafter, check_most_drafts
 from engine.drafters.schedules import OF_CONFIDENCE, Heuristic, Schedule
 from engine.drafters.stored import Models, PlannedTarget, Weights
 from engine.runner import ModelRunner
@@ -53,14 +53,6 @@ class BuildInputs:
     tokenizer: Tokenizer | None = None
 
 
-@dataclass(frozen=True)
-class DraftBytes:
-    """Bytes of a draft on the rank with the largest shard: of models that only drafts run, and of each row."""
-
-    weights: Mapping[Weights, int] = field(default_factory=dict)
-    per_row: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class DraftPlan(ABC):
     """A draft for a target, with one policy and one budget; checked and sized, with nothing loaded.
@@ -88,11 +80,12 @@ class DraftPlan(ABC):
         drafter.schedule = self.config.schedule(self.gamma, inputs.runner)
         return drafter
 
-    def n_bytes(self, target: PlannedTarget, profiles: bool) -> DraftBytes:
-        """Return the bytes that it takes in rows of `target.capacity` tokens. profiles: see `BuildInputs`."""
+    def n_bytes(self, target: PlannedTarget, profiles: bool) -> tuple[dict[Weights, int], int]:
+        """Return the bytes, on the rank with the largest shard, of models that only drafts run, and of a row of
+        `target.capacity` tokens. profiles: see `BuildInputs`."""
         each = [part.n_bytes(target, profiles) for part in self.parts]
-        weights = {weights: size for part in each for weights, size in part.weights.items()}
-        return DraftBytes(weights, sum(part.per_row for part in each))
+        weights = {weights: size for of_models, _ in each for weights, size in of_models.items()}
+        return weights, sum(per_row for _, per_row in each)
 
     def load(self, models: Models) -> None:
         """Load the models that draft, unless they are loaded."""
@@ -152,6 +145,13 @@ class DrafterConfig(ABC):
     def most_gamma(self) -> int:
         """The most draft tokens of a round that the options allow."""
         return AUTO_GAMMA if self.gamma == AUTO else self.gamma
+
+    def fitting_gamma(self, most_drafts: int) -> int:
+        """Return the most draft tokens of a round, for a model that drafts `most_drafts` at most. Errors: ConfigError
+        for a larger gamma."""
+        if self.gamma != AUTO:
+            check_most_drafts(self.gamma, most_drafts)
+        return min(self.most_gamma, most_drafts)
 
     def alternatives(self, prefix_len: int) -> Sequence[Self]:
         """Return a configuration for each budget that `auto` stands for; this alone without it."""

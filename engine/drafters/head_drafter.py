@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from common.errors import flag, refuse
 from common.say import say
 from engine.batch import Batch
 from engine.drafters.base import RowUpdate
-from engine.drafters.config import BuildInputs, DraftBytes, DrafterConfig, DraftPlan, Trait
+from engine.drafters.config import BuildInputs, DrafterConfig, DraftPlan, Trait
 from engine.drafters.hidden_states import HiddenStateBuffer, n_slots
 from engine.drafters.model_drafter import CachedPlan, ModelDrafter, ModelDrafterConfig
 from engine.drafters.stored import Models, PlannedTarget, Weights
@@ -101,11 +101,8 @@ class HeadDrafter(ModelDrafter):
 def require_by_position(cache: KVCache | Policy, name: str) -> None:
     """Raise ConfigError if a head's cache would select entries by content rather than by position."""
     if cache.selects:
-        what, fix = (
-            "a head's cache cannot select entries by their content",
-            f"use {flag('draft_policy')} streaming or full",
-        )
-        refuse("draft_policy", name, "a policy that goes by position", what, fix)
+        what, where = "a head's cache cannot select entries by their content", "draft_policy"
+        refuse(where, name, "a policy that goes by position", what, f"use {flag(where)} streaming or full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +131,9 @@ class HeadPlan(DraftPlan):
         output_bytes = n_output * (1 if target.weights.quantize else dtype.itemsize)
         return source.n_bytes(self.weights.dtype, self.weights.quantize, of_step=True) + output_bytes
 
-    def n_bytes(self, target: PlannedTarget, profiles: bool) -> DraftBytes:
+    def n_bytes(self, target: PlannedTarget, profiles: bool) -> tuple[dict[Weights, int], int]:
         states = n_slots(self.gamma) * self.source.shape.state_dim * target.weights.dtype.itemsize
-        return DraftBytes({self.weights: self.source.n_bytes(self.weights.dtype, self.weights.quantize)}, states)
+        return {self.weights: self.source.n_bytes(self.weights.dtype, self.weights.quantize)}, states
 
     def load(self, models: Models) -> None:
         if self.weights in models.loaded:
@@ -169,10 +166,9 @@ class HeadDrafterPlan(HeadPlan, CachedPlan):
     config: HeadDrafterConfig
     source: HeadSource
 
-    def n_bytes(self, target: PlannedTarget, profiles: bool) -> DraftBytes:
-        head = super().n_bytes(target, profiles)
-        cache = self.new_cache(self.source.config, 1, target.capacity, "meta")
-        return replace(head, per_row=head.per_row + cache.n_bytes)
+    def n_bytes(self, target: PlannedTarget, profiles: bool) -> tuple[dict[Weights, int], int]:
+        weights, states = super().n_bytes(target, profiles)
+        return weights, states + self.new_cache(self.source.config, 1, target.capacity, "meta").n_bytes
 
     def load(self, models: Models) -> None:
         is_loaded = self.weights in models.loaded

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.drafters.base import RowUpdate, check_most_drafts
-from engine.drafters.config import AUTO, BuildInputs, DraftPlan
+from engine.drafters.config import BuildInputs, DraftPlan
 from engine.drafters.head_drafter import HeadConfig, HeadPlan
 from engine.drafters.hidden_states import HiddenStateBuffer
 from engine.drafters.model_drafter import ModelDrafter
@@ -50,10 +50,7 @@ class MedusaConfig(HeadConfig):
     def plan(self, target: PlannedTarget) -> DraftPlan:
         self.check()
         source = self.find(target)
-        if self.gamma != AUTO:
-            check_most_drafts(self.gamma, source.most_drafts)
-        gamma = min(self.most_gamma, source.most_drafts)
-        weights = Weights(source, target.weights.dtype)
+        gamma, weights = self.fitting_gamma(source.most_drafts), Weights(source, target.weights.dtype)
         return MedusaPlan(config=self, gamma=gamma, source=source, group=target.group, weights=weights)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from common.errors import ConfigError, flag, refuse, require_at_least
 from common.say import dtype_name, say
 from engine.batch import Batch
-from engine.drafters.base import Drafter, check_gamma, check_most_drafts, require_same_cache
+from engine.drafters.base import Drafter, check_gamma, require_same_cache
 from engine.drafters.config import AUTO, DrafterConfig, DraftPlan
 from engine.drafters.schedules import OF_CONFIDENCE, THRESHOLD, Confidence, Schedule
 from engine.drafters.stored import PlannedTarget, Weights, step_bytes
@@ -197,12 +197,8 @@ class ModelDrafterConfig(DrafterConfig):
             self.policy.check()
 
     def fitting_gamma(self, most_drafts: int) -> int:
-        """Return the most draft tokens of a round that the cache's window has room for, and the model can draft.
-        Errors: ConfigError for a gamma that is larger."""
-        if self.gamma != AUTO:
-            check_most_drafts(self.gamma, most_drafts)
-            return self.gamma
-        return min(self.most_gamma, self.policy.room - 1, most_drafts)
+        """Return the most draft tokens of a round that the cache's window has room for, too."""
+        return min(super().fitting_gamma(most_drafts), self.policy.room - 1)
 
     def facts(self, target: PlannedTarget, find: Callable[[ConfigChanges], ModelSource]) -> dict[str, Any]:
         """Return the fields of the plan of a draft with a second model. find: finds the model, with changes.

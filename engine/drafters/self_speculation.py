@@ -12,7 +12,7 @@ from torch import Tensor
 from common.errors import ConfigError, flag, refuse
 from engine.batch import Batch
 from engine.drafters.base import RowUpdate
-from engine.drafters.config import BuildInputs, DraftBytes
+from engine.drafters.config import BuildInputs
 from engine.drafters.model_drafter import CachedPlan, ModelDrafter, ModelDrafterConfig, check_window
 from engine.drafters.stored import Models, PlannedTarget, Weights, largest_shard, weights_bytes
 from engine.runner import ModelRunner
@@ -130,14 +130,14 @@ class SelfPlan(CachedPlan):
         """Return whether it runs the target's weights as they are loaded."""
         return replace(self.weights, layers=None) == target.weights
 
-    def n_bytes(self, target: PlannedTarget, profiles: bool) -> DraftBytes:
+    def n_bytes(self, target: PlannedTarget, profiles: bool) -> tuple[dict[Weights, int], int]:
         of_model = weights_bytes(self.weights, target.group, target.device)
         config = largest_shard(self.weights.config, target.group)
         cache = self.new_cache(config, 1, target.capacity, "meta")
         per_row = cache.n_bytes
         if isinstance(cache, RefreshedKVCache):
             per_row += cache.new_scores(self.gamma + 1, config.n_head, self.weights.dtype, target.capacity).n_bytes
-        return DraftBytes({} if self.shares(target) else {self.weights: of_model}, per_row)
+        return {} if self.shares(target) else {self.weights: of_model}, per_row
 
     def load(self, models: Models) -> None:
         planned = models.planned

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.errors import ConfigError, flag, refuse
 from engine.batch import Batch
 from engine.drafters.base import Drafter, RowUpdate
-from engine.drafters.config import BuildInputs, DraftBytes, Trait
+from engine.drafters.config import BuildInputs, Trait
 from engine.drafters.model_drafter import CachedPlan, ModelDrafter, ModelDrafterConfig
 from engine.drafters.stored import Models, PlannedTarget, Weights, largest_shard, weights_bytes
 from engine.parallel.ranks import check_draft_ranks
@@ -133,12 +133,10 @@ class StandalonePlan(CachedPlan):
 
     source: ModelSource
 
-    def n_bytes(self, target: PlannedTarget, profiles: bool) -> DraftBytes:
+    def n_bytes(self, target: PlannedTarget, profiles: bool) -> tuple[dict[Weights, int], int]:
         cache = self.new_cache(largest_shard(self.source.config, self.group), 1, target.capacity, "meta")
         n_copies = 2 if profiles else 1  # entries of prompts are kept while costs are measured
-        return DraftBytes(
-            {self.weights: weights_bytes(self.weights, self.group, target.device)}, n_copies * cache.n_bytes
-        )
+        return {self.weights: weights_bytes(self.weights, self.group, target.device)}, n_copies * cache.n_bytes
 
     def load(self, models: Models) -> None:
         ranks = models.ranks_of(self.group)
