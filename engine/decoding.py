@@ -69,7 +69,7 @@ class Decoder:
         self.prefill_seconds = self.draft_prefill_seconds = 0.0
         self._runner, self._controller = runner, controller or Fixed(drafter)
         self._progress = Progress() if progress is None else progress  # which may be falsy, such as an empty list
-        self._phase = phase or (lambda name: nullcontext())
+        self._phase = phase or nullcontext
         self._prefill_tokens, self._reuses = prefill_tokens, reuses
         self._waiting, self._rows = deque[Request](), Rows(runner)
         # The row of the first waiting request, while its prompt is being prefilled.

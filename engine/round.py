@@ -1,7 +1,5 @@
 """Round: its parts propose, verify, accept and roll back, each of which can be a captured CUDA graph."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -66,7 +64,7 @@ class Round:
         self._new_verification = partial(verification_in, mode, batch, gamma, runner.model)
         self.proposed = Drafts(batch.current.new_empty(len(batch.current), 0)), self._new_verification()
 
-    def run(self, phase: Callable[[str], AbstractContextManager[object]]) -> list[Outcome]:
+    def run(self, phase: Callable[[str], AbstractContextManager[object]] = nullcontext) -> list[Outcome]:
         """Run all parts but `roll_back`, in phases "draft", "verify" and "accept"; return each row's outcome."""
         with phase("draft"):
             if self.drafter is not None or self.gamma:

@@ -8,7 +8,7 @@ from common.errors import refuse
 from engine.batch import Batch
 from engine.drafters import Drafter, HostDrafter, RowUpdate
 from engine.modes import GREEDY
-from engine.requests import Request, check_prompt
+from engine.requests import check_prompt
 from engine.round import Round
 from engine.runner import ModelRunner, not_finite
 from engine.sampling.distribution import Filters, SamplingParams
@@ -49,7 +49,6 @@ def forced_acceptance(
     if reads_current:
         rows = enumerate(zip(prompts, continuations, strict=True))
         drafter.follow([RowUpdate(row, row, [*prompt, book[0]], len(prompt)) for row, (prompt, book) in rows])
-    requests = [Request(prompt, n_token) for prompt in prompts]
     batch = Batch(n_rows, Filters.of(params), runner.device, n_ids=runner.vocab_size)
     batch.set_rows(params, range(n_rows))
     round_ = Round(runner, batch, drafter, gamma, GREEDY)
@@ -58,14 +57,9 @@ def forced_acceptance(
     counts = [Counts.of_gamma(gamma) for _ in range(n_rows)]
     for start in range(0, n_token - gamma - 1, gamma + 1):
         known = [(text, len(prompt) + start) for text, prompt in zip(texts, prompts, strict=True)]
-        for request, book in zip(requests, continuations, strict=True):
-            request.tokens = [*book[: start + 1]]
         last_two = [text[n - 1] for text, n in known], [text[n] for text, n in known]
-        batch.set_state([n for _, n in known], *last_two, requests)
-        round_.propose()
-        round_.verify()
-        round_.accept()
-        for count, outcome in zip(counts, round_.outcomes(), strict=True):
+        batch.set_state([n for _, n in known], *last_two)
+        for count, outcome in zip(counts, round_.run(), strict=True):
             count.add_round(len(outcome.drafts), len(outcome.block) - 1, len(outcome.block))
         round_.roll_back()
         round_.forward(books[:, start : start + gamma + 1])
