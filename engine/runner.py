@@ -79,7 +79,6 @@ class ModelRunner:
         self.model, self.cache, self.ranks, self.prefixes = model, cache, ranks, prefixes
         self._fewest_rows = fewest_rows
         self.device, self.max_batch, self.vocab_size = cache.device, cache.max_batch, model.config.vocab_size
-        self.new_graphs = new_graphs
         self.graphs = None if new_graphs is None else CapturedParts(new_graphs(cache.device), ranks)
         self.prefill_chunk = min(prefill_chunk or prefill_chunk_of(cache.device), cache.prefill_block)
         config, keys = model.config, cache.keys

@@ -28,8 +28,6 @@ def scores_of(
 ) -> list[list[Logprob]]:
     """Return log-probabilities of each request's block by `logits [B, T, V]`: on the leader, and for requests that want
     them."""
-    wants = [request is not None and request.logprobs is not None for request in requests]
-    if not any(wants) or not runner.ranks.leads:
-        return [[] for _ in requests]
+    wants = [runner.ranks.leads and request is not None and request.logprobs is not None for request in requests]
     wanted = [block if is_wanted else [] for block, is_wanted in zip(blocks, wants, strict=True)]
     return logprobs_of(wanted, logits, [request.n_top if request else 0 for request in requests])

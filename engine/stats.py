@@ -79,16 +79,14 @@ class Counts:
 
 def total(counts: Sequence[Counts]) -> Counts:
     """Return the sum over rows, which all have the same gamma."""
-
-    def by_position(lists: Iterable[list[int]]) -> list[int]:
-        return [sum(column) for column in zip(*lists, strict=True)]
-
+    verified_at = zip(*(row.verified_at for row in counts), strict=True)
+    accepted_at = zip(*(row.accepted_at for row in counts), strict=True)
     return Counts(
         sum(row.rounds for row in counts),
         sum(row.drafted for row in counts),
         sum(row.emitted for row in counts),
-        by_position(row.verified_at for row in counts),
-        by_position(row.accepted_at for row in counts),
+        [*map(sum, verified_at)],
+        [*map(sum, accepted_at)],
     )
 
 

@@ -20,12 +20,11 @@ class NGram(TextDrafter):
     2023).
 
     The longest match of at most `max_ngram` tokens wins; among equals that with the most tokens after it, up to gamma,
-    then the latest. Without a match a row gets no draft. Errors: ConfigError if max_ngram is below 1.
+    then the latest. Without a match a row gets no draft. max_ngram: 1 or more.
     """
 
     def __init__(self, runner: ModelRunner, gamma: int, max_ngram: int = 3) -> None:
         super().__init__(runner, gamma)
-        require_at_least("max_ngram", max_ngram, 1)
         self.max_ngram = max_ngram
         self._text = torch.zeros_like(runner.cache.positions)
 

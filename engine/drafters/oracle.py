@@ -40,10 +40,8 @@ class OracleConfig(TextConfig):
 
     def plan(self, target: PlannedTarget) -> DraftPlan:
         if not target.repeats_plain:
-            what, seen = (
-                "an oracle drafts the tokens of plain decoding",
-                f"rejection verification, or {flag('no_baseline')}",
-            )
+            what = "an oracle drafts the tokens of plain decoding"
+            seen = f"rejection verification, or {flag('no_baseline')}"
             required = "greedy or coupled verification, which repeats plain decoding, and plain decoding"
             fix = f"use {flag('verification')} coupled, and both passes"
             refuse(f"{flag('draft')} {self.name}", seen, required, what, fix)

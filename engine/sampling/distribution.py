@@ -146,16 +146,15 @@ class Filters(NamedTuple):
         return Filters._make(map(max, self, other))
 
 
-@dataclass(frozen=True)
-class Distribution:
+class Distribution(NamedTuple):
     """The sampling parameters of a batch's rows as tensors `[B]`; a row without filters excludes nothing."""
 
-    temperature: Tensor
+    filters: Filters
     top_k: Tensor
+    temperature: Tensor
     top_p: Tensor
     min_p: Tensor
     typical_p: Tensor
-    filters: Filters
 
     @classmethod
     def of(
@@ -164,24 +163,18 @@ class Distribution:
         """Return the distribution of some rows; `filters` may be those of further rows, too."""
         top_p = [row.top_p if row.top_p < 1 else math.inf for row in rows]
         typical_p = [row.typical_p if row.typical_p < 1 else math.inf for row in rows]
-        return cls(
-            torch.tensor([row.temperature for row in rows], dtype=torch.float64, device=device),
-            torch.tensor([row.top_k or ALL for row in rows], device=device),
-            torch.tensor(top_p, dtype=torch.float64, device=device),
-            torch.tensor([row.min_p for row in rows], dtype=torch.float64, device=device),
-            torch.tensor(typical_p, dtype=torch.float64, device=device),
-            filters or Filters.of(rows),
-        )
+        floats = [[row.temperature for row in rows], top_p, [row.min_p for row in rows], typical_p]
+        top_k = torch.tensor([row.top_k or ALL for row in rows], device=device)
+        return cls(filters or Filters.of(rows), top_k, *torch.tensor(floats, dtype=torch.float64, device=device))
 
     def first(self, n: int) -> Distribution:
         """Return the first n rows, in the same tensors."""
-        filters = self.top_k[:n], self.top_p[:n], self.min_p[:n], self.typical_p[:n]
-        return Distribution(self.temperature[:n], *filters, self.filters)
+        return Distribution(self.filters, *(x[:n] for x in self[1:]))
 
     def copy_(self, other: Distribution) -> None:
         """Copy the values of other rows with the same filters, in place."""
-        for name in ("temperature", "top_k", "top_p", "min_p", "typical_p"):
-            getattr(self, name).copy_(getattr(other, name))
+        for x, new in zip(self[1:], other[1:], strict=True):
+            x.copy_(new)
 
     def logprobs(self, logits: Tensor) -> Tensor:
         """Return log-probabilities `[B, ..., V]`, -inf where an id is excluded; float64 for float64 logits, else

@@ -5,8 +5,6 @@ that every device gives the same bits. The key is the seed; the counter is (pair
 request). There is no state, so neither the batch nor acceptance can change a number.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable
@@ -95,7 +93,7 @@ def gumbel_of(u: Tensor) -> Tensor:
     return u.log_().neg_().log_().neg_()
 
 
-Draw: TypeAlias = "Callable[[Tensor, Tensor, Tensor, int, int], Tensor]"
+Draw: TypeAlias = Callable[[Tensor, Tensor, Tensor, int, int], Tensor]
 
 
 def drawn_by(library: ctypes.CDLL) -> Draw:
