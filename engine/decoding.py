@@ -238,12 +238,13 @@ class Decoder:
 
     def _run_chunk(self, row: int, request: Request, prefill: Prefill) -> int:
         """Run a chunk of a prompt, and where rounds wait for chunks let the drafter follow it; return its tokens."""
-        n_tokens, drafter = prefill.run_chunk(), self._last_choice.drafter
+        n_tokens, last = prefill.run_chunk(), self._last_choice.drafter
         self._progress.prefilled(n_tokens)
         n_held = len(request.prompt) - prefill.n_left
         self._rows.begin(row, n_held)
-        if self._prefill_tokens is not None and drafter is not None and self._sync.in_parts(drafter):
-            self._sync.follow(drafter, [(row, request, n_held)], self._rounds.mode)
+        drafters = self._controller.drafters
+        if self._prefill_tokens is not None and last is not None and drafters[last].follows_parts:
+            self._sync.follow(last, [(row, request, n_held)], self._rounds.mode)
         return n_tokens
 
     def _start(self, row: int, request: Request, prefilled: Prefilled) -> None:

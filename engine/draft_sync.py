@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from engine.drafters import Drafter, HostDrafter, RowUpdate
-from engine.drafters.model_drafter import ModelDrafter
 from engine.requests import Request
 
 Busy = Sequence[tuple[int, Request]]
@@ -20,18 +19,13 @@ class DraftSync:
         self._drafters = drafters
         self.lengths: list[dict[int, int]] = [{} for _ in range(n_rows)]
 
-    def in_parts(self, drafter: int) -> bool:
-        """True if the drafter follows a prompt in parts."""
-        model = self._drafters[drafter]
-        return isinstance(model, ModelDrafter) and model.follows_parts
-
     def begin(self, row: int, n_reused: int, most_ahead: int) -> None:
         """Start another prompt in a row that holds its first `n_reused` tokens. Drafters that had followed more than
         `most_ahead` tokens after these start anew: their caches may lack what they held before."""
         self.lengths[row] = {
             drafter: min(n, n_reused)
             for drafter, n in self.lengths[row].items()
-            if n_reused and self.in_parts(drafter) and n - n_reused <= most_ahead
+            if n_reused and self._drafters[drafter].follows_parts and n - n_reused <= most_ahead
         }
 
     def follow(self, drafter: int, lengths: Sequence[tuple[int, Request, int]], mode: str) -> int:
@@ -54,7 +48,7 @@ class DraftSync:
         the number of tokens that the drafter followed, and True if these are all prompts.
         """
         missed = [request.length - self.lengths[row].get(drafter, 0) for row, request in busy]
-        if limit is None or not self.in_parts(drafter) or sum(missed) <= limit:
+        if limit is None or not self._drafters[drafter].follows_parts or sum(missed) <= limit:
             return self.follow(drafter, [(row, request, len(request.prompt)) for row, request in busy], mode), True
         ends = [min(end, limit + len(busy)) for end in accumulate(missed)]
         lengths = [

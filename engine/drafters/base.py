@@ -45,7 +45,8 @@ class Drafter(ABC):
 
     Optional: `parts`, the drafters that this one is made of, the main one first; `schedule`, which limits how many
     tokens of a round each row drafts; `hidden_buffer`, the target's states that it drafts from, kept in every round of
-    a decode; `verified_cache`; `is_written_through`, True if verifications write its cache's entries; `refresh`, which
+    a decode; `follows_parts`, True if `follow` takes a prompt in parts, and begins after the tokens that the draft's
+    row holds; `verified_cache`; `is_written_through`, True if verifications write its cache's entries; `refresh`, which
     begins every `refresh_every`-th of the `n_rounds` rounds that this drafter drafted for (0: none); `skips_model`,
     True if the last round's drafts were guesses from text and its model did not run (None: no text drafter stands
     next to a model); and `n_predicted`, by row: how many of the first draft tokens were copied from the request's
@@ -56,6 +57,7 @@ class Drafter(ABC):
     parts: Sequence["Drafter"] = ()
     schedule: Schedule = Schedule()
     hidden_buffer: HiddenStateBuffer | None = None
+    follows_parts: bool = False
     is_written_through: bool = False
     refresh_every: int = 0
     n_rounds: int = 0

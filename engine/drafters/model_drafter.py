@@ -38,10 +38,7 @@ class ModelDrafter(Drafter):
     """Base of drafters that run a model; `runner` may stand for a model on other ranks.
 
     target_cache: the cache of the target, for a model that continues the target's entries or states.
-    follows_parts: True if `follow` takes a prompt in parts, and begins after the tokens that the draft's row holds.
     """
-
-    follows_parts: bool = False
 
     def __init__(self, runner: ModelRunner | RemoteRunner, gamma: int, target_cache: KVCache | None = None) -> None:
         self.gamma, self._target_cache, self._runner = gamma, target_cache, runner

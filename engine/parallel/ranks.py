@@ -196,8 +196,7 @@ def replica_group(n_replicas: int, group: Sequence[int] | None) -> tuple[int, ..
 
 def check_draft_ranks(draft_ranks: Sequence[int] | None, group: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks that hold the draft, in shard order. Errors: ConfigError unless the target's group has them."""
-    if draft_ranks is None:
-        return tuple(group)
-    if not draft_ranks or len(set(draft_ranks)) != len(draft_ranks) or not set(draft_ranks) <= set(group):
-        refuse("draft_ranks", [*draft_ranks], f"some of the target's ranks, each once: {[*group]}")
-    return tuple(draft_ranks)
+    ranks = tuple(group if draft_ranks is None else draft_ranks)
+    if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(group):
+        refuse("draft_ranks", [*ranks], f"some of the target's ranks, each once: {[*group]}")
+    return ranks
