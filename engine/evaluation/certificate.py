@@ -127,7 +127,7 @@ def replay(
     is not finite.
     """
     sampling = sampling or SamplingParams()
-    if sampling.filters or sampling.edits:
+    if sampling != SamplingParams(sampling.temperature, seed=sampling.seed):
         what, fix = "the certificate covers neither filters nor edits", "certify with a temperature alone"
         refuse("certificate: sampling", sampling, "a temperature and a seed", what, fix)
     runner = ModelRunner(model, cache)

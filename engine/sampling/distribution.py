@@ -102,10 +102,6 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
-    def filters(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.typical_p < 1
-
-    @property
     def edits(self) -> bool:
         """True if the logits are edited before the temperature."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
