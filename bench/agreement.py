@@ -1,20 +1,30 @@
-"""Facts that all ranks of a run need to have in common: configuration, versions and weights, by flag or by name."""
+"""Facts that the ranks of a run, or a run and its cached prompts, have in common: configuration, versions, weights."""
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields, is_dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.plan import Plan
-from bench.prefixes import code_sha256
+from common.checkout import ROOT
 from common.errors import flag
 from common.process import rank, world_size
-from common.provenance import package_version
+from common.provenance import package_version, provenance
 from engine.drafters.config import DraftPlan
 from engine.drafters.stored import Weights
+from engine.prefix_store import PrefixStore
+from engine.runner import prefill_chunk_of
+from models import Transformer
+from models.kernels.build import KERNELS, BuildError, choose
+from models.kernels.build import PACKAGES as WITH_KERNELS
+from models.tensor_parallel import ModelRanks
 
 # Files and folders: ranks compare only whether each is given, since paths differ between machines.
 PATHS = {"model", "draft_model", "draft_of_draft", "draft_text", "markov_table", "prompts", "dataset"}
@@ -23,6 +33,11 @@ PATHS |= {"prefix_cache", "save_rows", "output", "path"}
 LEFT_OUT = {"device", "name", "rank_timeout", "prefix_cache_gb"}
 KIND = "kind"  # stands for the name of a class
 CODE = ("common/*.py", "kv_cache/*.py", "models/**/*.*", "engine/**/*.py", "bench/**/*.py")
+# The source files that decide the bits of a prefilled row.
+ROW_CODE = (
+    *("models/**/*.*", "kv_cache/base.py", "kv_cache/entries.py", "kv_cache/full.py"),
+    *("engine/runner.py", "engine/parallel/*.py", "engine/prefix_store.py"),
+)
 PACKAGES = ("torch", "numpy", "triton")
 
 
@@ -65,3 +80,36 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
             yield from _flat(part, f"{path}{number}.")
     elif not callable(value):
         yield path.rstrip("."), str(value)
+
+
+def prefix_store(folder: str, plan: Plan, model: Transformer, ranks: ModelRanks) -> PrefixStore:
+    """Return the store of prefilled prompts in a folder, keyed by all that a row's bits depend on."""
+    target = plan.config.target
+    origin = provenance()
+    machine = [origin[name] for name in ("machine", "gpu", "threads", "torch_version")]
+    storage = [str(plan.target.weights.dtype), str(plan.target.kv_dtype), target.quantize, target.compile]
+    kernels = [model.backend.name, model.pointwise.name, prefill_chunk_of(torch.device(plan.target.device))]
+    shard = [ranks.shard.index, ranks.shard.count, ranks.backend]
+    source = plan.target.source
+    parts = [source.digest(whole=False), asdict(source.config), storage, kernels, shard, machine]
+    key = json.dumps([*parts, builds(), code_sha256(ROW_CODE)])
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return PrefixStore(Path(folder), digest, int(plan.config.text.prefix_cache_gb * 1e9))
+
+
+def builds() -> list[str | None]:
+    """Return the builds of the C++ kernels, and the versions of packages with kernels; None for what is missing."""
+    found: list[str | None] = []
+    for name in (name for name, kernel in KERNELS.items() if kernel.source):
+        with suppress(BuildError):
+            found.append(choose(name).build)
+    return found + list(map(package_version, WITH_KERNELS))
+
+
+def code_sha256(patterns: Sequence[str]) -> str:
+    """Return a digest of the project's source files that match patterns."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
+        if path.suffix in (".py", ".cpp", ".hpp"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,13 +1,17 @@
-"""RunConfig: the configuration of a run, in frozen dataclasses whose fields are its flags, with their help below."""
+"""RunConfig: the configuration of a run, in frozen dataclasses whose fields are its flags, with their help below.
+
+At the end, the flags of the three benchmarks.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from tyro.conf import Suppress, arg
 
+from bench.draft_flags import DraftFlags, ModelDraft
 from common.errors import ConfigError, flag, refuse, require_at_least
 from common.jsonl import require_appendable
 from engine.drafters.config import AUTO, DrafterConfig
@@ -270,3 +274,50 @@ class RunConfig(PlainRun):
             if file and (other := written.setdefault(os.path.realpath(file), name)) != name:
                 where, what = f"{flag(name)} and {flag(other)}", "lines of two kinds would be mixed"
                 raise ConfigError(what, where, file, "two files", f"name another file for {flag(name)}")
+
+
+@dataclass(frozen=True)
+class BenchmarkSizes(Sizes):
+    """The sizes of a batch."""
+
+    max_len: int | None = None
+    """tokens of a row, prompt and new ones together, in the place of --gen_len (its name in MagicDec's scripts)"""
+
+    def sizes(self) -> Sizes:
+        """Return the sizes with the number of new tokens. Errors: ConfigError for no room after a prompt."""
+        n_new = self.gen_len
+        if self.max_len is not None:
+            n_new = self.max_len - (self.prefix_len or self.max_len)
+            if n_new < 1 or self.gen_len not in (Sizes.gen_len, n_new):
+                what, fix = "no row has such a length", f"use {flag('gen_len')} instead"
+                required = f"more than {flag('prefix_len')}, which has to be given, and no {flag('gen_len')}"
+                refuse("max_len", self.max_len, required, what, fix)
+        return Sizes(self.B, self.prefix_len, n_new)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineFlags(PlainRun):
+    sizes: BenchmarkSizes = field(default_factory=BenchmarkSizes)
+    ranks: RankOptions = field(default_factory=RankOptions)
+
+    def config(self) -> RunConfig:
+        """Return the run that the flags describe, without a draft. Errors: ConfigError."""
+        return RunConfig(**vars(self) | {"sizes": self.sizes.sizes(), "draft": None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfSpecFlags(BaselineFlags):
+    draft: DraftFlags = field(default_factory=DraftFlags)
+    passes: Passes = field(default_factory=Passes)
+
+    def config(self) -> RunConfig:
+        (drafts,) = self.draft.choices({})
+        return super().config().with_drafts(*drafts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongSpecFlags(SelfSpecFlags):
+    FLAGS: ClassVar[dict[str, str]] = {"model": "--target", "draft_model": "--model"}
+
+    target: TargetBesideDraft = field(default_factory=TargetBesideDraft)
+    draft: ModelDraft = field(default_factory=ModelDraft)

@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from bench.agreement import common_facts
+from bench.agreement import common_facts, prefix_store
 from bench.config import AUTO, RankOptions, RunConfig, Sampling
 from bench.data import load_books, make_prompts
 from bench.memory import require_room, require_room_to_run
 from bench.plan import Plan, PromptText, resolve
-from bench.prefixes import prefix_store
 from common.errors import UserError, refuse
 from common.say import dtype_name, say
 from engine.drafters import Drafter

@@ -5,7 +5,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-from bench.draft_names import written
+from bench.draft_flags import written
 from bench.passes import PassResults
 from bench.record import make_record, ratio
 from bench.session import Session

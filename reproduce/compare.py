@@ -37,8 +37,7 @@ from tyro.conf import arg
 import bench
 from bench.config import AUTO, BatchSize, ComparedSampling, Output, Rows, RunConfig, Sampling, Sizes, Target, Text
 from bench.data import by_category, load_prompts
-from bench.draft_flags import DraftNumbers
-from bench.draft_names import ALONE, parse_draft, required_options
+from bench.draft_flags import ALONE, DraftNumbers, parse_draft, required_options
 from common import cli
 from common.checkout import ROOT
 from common.errors import flag, refuse, require_at_least

@@ -27,9 +27,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench import memory, passes
-from bench.benchmark_flags import SelfSpecFlags
-from bench.config import Output
-from bench.dummy_prefill import fill_with_noise, randomise
+from bench.config import Output, SelfSpecFlags
+from bench.passes import fill_with_noise, randomise
 from bench.plan import resolve
 from bench.record import make_record, rounded
 from bench.session import Session

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from tyro.conf import UseAppendAction
 
-from bench.draft_names import parse_value
+from bench.draft_flags import parse_value
 from common import cli
 from common.checkout import ROOT
 from common.errors import DataError, flag, refuse

@@ -15,8 +15,7 @@ from tyro.conf import arg
 
 from bench.auto.measure import RunCosts, costs_of
 from bench.config import RunConfig, Sizes
-from bench.dummy_prefill import fill_with_noise
-from bench.passes import make_controller, settle, warm_up
+from bench.passes import fill_with_noise, make_controller, settle, warm_up
 from bench.plan import resolve
 from bench.progress import verified_drafts
 from bench.session import Session, random_prompts

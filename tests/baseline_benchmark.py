@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli  # isort: split
 
-from bench.benchmark_flags import BaselineFlags
+from bench.config import BaselineFlags
 from bench.passes import run_passes
 from bench.session import Session
 from bench.table import finish

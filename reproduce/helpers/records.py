@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import bench
-from bench.draft_names import parse_value
+from bench.draft_flags import parse_value
 from common.errors import DataError, refuse
 from common.jsonl import read_lines
 

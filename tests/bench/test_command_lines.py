@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 import pytest
 from tyro.conf import UseAppendAction, arg
 
-from bench.draft_flags import DraftFlags
-from bench.draft_names import ALONE, drafts_of, parse_draft, written
+from bench.draft_flags import ALONE, DraftFlags, drafts_of, parse_draft, written
 from common.cli import read
 from common.errors import ConfigError
 from engine.drafters.combined import Hybrid

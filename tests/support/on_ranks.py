@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from bench import agreement
-from bench.benchmark_flags import BaselineFlags, LongSpecFlags, SelfSpecFlags
+from bench.config import BaselineFlags, LongSpecFlags, SelfSpecFlags
 from bench.session import Session
 from common import cli
 from common.errors import UserError
