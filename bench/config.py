@@ -54,11 +54,11 @@ class Target:
     no_cuda_graphs: bool = False
     """on a GPU, do not capture rounds as CUDA graphs"""
 
-    def require_trained(self, what: str) -> None:
-        """Raise ConfigError with `what` is wrong if the weights are random."""
+    def require_trained(self) -> None:
+        """Raise ConfigError if the weights are random."""
         if self.load_format == "dummy":
-            where = flag("load_format")
-            raise ConfigError(what, where, "dummy", "a trained model", f"leave out {where}")
+            what, fix = "random weights have nothing to say", f"leave out {flag('load_format')}"
+            refuse("load_format", "dummy", "a trained model", what, fix)
 
     @property
     def changes(self) -> ConfigChanges:
@@ -71,7 +71,7 @@ class Target:
 
     def with_text(self) -> ModelSource:
         """Find the model without loading it. Errors: UserError, also for random weights, which have no text."""
-        self.require_trained("random weights have nothing to say")
+        self.require_trained()
         return self.source()
 
 
@@ -238,7 +238,6 @@ class RunConfig(PlainRun):
 
     @property
     def drafts(self) -> tuple[DrafterConfig, ...]:
-        """All drafts."""
         return () if self.draft is None else (self.draft, *self.auto_drafts)
 
     def with_drafts(self, *drafts: DrafterConfig) -> RunConfig:
@@ -252,17 +251,15 @@ class RunConfig(PlainRun):
 
     def check(self) -> None:
         """Raise ConfigError for sizes and timeouts out of range, and for files that cannot be written."""
-        for name, size in vars(self.sizes).items():
+        for name, size in (vars(self.sizes) | {"by_length": self.passes.by_length}).items():
             if size is not None:
                 require_at_least(name, size, 1)
         if self.ranks:
             require_at_least("rank_timeout", self.ranks.rank_timeout, 1, 1e6)
         require_at_least("prefix_cache_gb", self.text.prefix_cache_gb, 1e-3, 1e9)
         if (folder := self.text.prefix_cache) and os.path.exists(folder) and not os.path.isdir(folder):
-            fix = "name a folder, or a new one"
-            raise ConfigError("prefilled prompts are kept in a folder", flag("prefix_cache"), folder, "a folder", fix)
-        if self.passes.by_length is not None:
-            require_at_least("by_length", self.passes.by_length, 1)
+            what, fix = "prefilled prompts are kept in a folder", "name a folder, or a new one"
+            refuse("prefix_cache", folder, "a folder", what, fix)
         if self.passes.ablate and self.passes.no_baseline:
             what, required = "drafts are compared by their speedups", f"no {flag('no_baseline')}"
             refuse("ablate", f"with {flag('no_baseline')}", required, what, f"leave out {flag('no_baseline')}")

@@ -170,9 +170,8 @@ def _spec_bench() -> Path:
 
 
 def _prompt(row: object, path: Path, number: int) -> Prompt:
-    values: dict[str, Any] = (
-        {key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else {}
-    )
+    entries = row.items() if isinstance(row, dict) else ()
+    values: dict[str, Any] = {key: value for key, value in entries if value is not None}
     text = values.get("prompt", values.get("turns"))
     if text is None and "context" in values:
         parts = values["context"], values.get("input") or ""

@@ -204,8 +204,7 @@ def option_names() -> list[str]:
 
 def required_options(kind: type[DrafterConfig]) -> list[str]:
     """Return the options of a kind of draft that have no default."""
-    options = [option for option in fields(kind) if option.default is MISSING]
-    return [option.name for option in options if option.default_factory is MISSING]
+    return [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
 
 
 def parse_draft(name: str, field: str = "draft", *, is_whole: bool = False) -> dict[str, Any]:
@@ -283,7 +282,8 @@ def _draft(kind: type[DrafterConfig], policy: type[Policy], given: Mapping[str, 
 
     draft: DrafterConfig = made(kind)
     for wrapper in wrappers():
-        draft = wrapper.around(draft, given, made)
+        if given.get(wrapper.ASKED_BY) not in (None, ()):
+            draft = wrapper.around(draft, given, made)
     return draft
 
 

@@ -95,9 +95,8 @@ class Plan:
         filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed or 0, sampling.min_p
         params = SamplingParams(*filters, **edits)
         if params.greedy:
-            given = {"top_k": params.top_k > 0, "top_p": params.top_p < 1, "min_p": params.min_p > 0}
-            given["seed"] = sampling.seed is not None
-            if unused := [name for name, is_given in given.items() if is_given]:
+            of_samples = ("top_k", "top_p", "min_p", "seed")
+            if unused := [name for name in of_samples if getattr(sampling, name) != getattr(Sampling, name)]:
                 note_without_effect(unused, "temperature 0 is greedy")
             params = SamplingParams(**edits)
         mode, config = resolve_mode(sampling.mode, [params]), replace(self.config, sampling=sampling)

@@ -55,9 +55,9 @@ def verified_drafts(row: VerifiedRow) -> Iterator[dict[str, Any]]:
     if row.draft_logprobs is not None:
         q = row.draft_logprobs[: len(drafts)].gather(1, drafts)[:, 0].exp().tolist()
     p, entropy = logprobs.gather(1, drafts)[:, 0].exp().tolist(), torch.special.entr(logprobs.exp()).sum(1).tolist()
-    for i, (draft, *numbers) in enumerate(zip(row.drafts, p, q, entropy, strict=False)):
-        line = {"request": row.request.index, "position": row.start + i, "draft": draft}
-        line |= dict(zip(("p", "q", "entropy"), numbers, strict=True))
+    columns = {"draft": verified, "p": p, "q": q, "entropy": entropy}
+    for i, values in enumerate(zip(*columns.values(), strict=True)):
+        line = {"request": row.request.index, "position": row.start + i} | dict(zip(columns, values, strict=True))
         yield line | {"accepted": i < row.part.accepted}
 
 

@@ -122,7 +122,6 @@ def sampling_text(record: dict[str, Any]) -> str:
 
 
 def _draft_text(record: dict[str, Any]) -> str:
-    """Return the names of a record's drafts."""
     if not record["gamma"]:
         return ""
     name = written(record["config"]["draft"] | {"draft_policy": record["draft_policy"], "gamma": record["gamma"]})

@@ -11,6 +11,7 @@ from tyro.conf import arg
 
 from bench.auto.costs import MS_OF_ROUNDS, Costs, tokens_per_round
 from bench.config import AUTO, Output, Target
+from bench.draft_flags import BUDGETED
 from bench.record import rounded
 from common.errors import flag, refuse, require_at_least
 from common.jsonl import publish, read_lines, require_appendable
@@ -20,13 +21,12 @@ from common.tables import Column, console
 from cost_model.machines import find_machine
 from cost_model.published import published_acceptance
 from cost_model.roofline import ITEMSIZE, ModelStorage, predict_costs
-from kv_cache.policy import BudgetedPolicy, policies
 from models.config import ModelConfig
 from models.names import Dtype, KVDtype, Scheme, parse_layers
 
 # Fields of `Target` that a prediction depends on.
 PREDICTED_BY = ("model", "model_name", "dtype", "quantize", "kv_dtype")
-BudgetedName: Any = Literal[tuple(name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy))]
+BudgetedName: Any = Literal[tuple(BUDGETED)]
 Draft = tuple[str, int | None]  # policy and budget
 
 
@@ -41,7 +41,6 @@ class Cell(NamedTuple):
     fits: bool = True
 
     def speedup(self, gamma: int) -> float:
-        """Return the predicted speedup."""
         return self.costs.speedup(tokens_per_round(self.alpha, gamma), gamma)
 
     def speedup_text(self, gamma: int) -> str:
@@ -230,7 +229,6 @@ def cell_table(cells: Sequence[Cell], gammas: Sequence[int]) -> str:
 
 
 def best_table(best: Sequence[dict[str, Any]]) -> str:
-    """Return a table of the rows of `best_of_each`."""
     none = {0: "none: plain decoding is faster", None: "none: the batch does not fit into memory"}
     drafted = "{draft_policy} {draft_budget}, gamma {gamma}: {predicted_speedup:.2f}"
     said = Column(lambda row: none.get(row["gamma"], drafted).format_map(row), "draft", align="<")

@@ -57,7 +57,7 @@ class Flags:
         for name in ("tokens", "B", "gamma", "calibration_positions"):  # at gamma 0 there is nothing to certify
             require_at_least(name, getattr(self, name), 1)
         require_at_least("prefix_len", self.prefix_len, self.B + 1)  # rows differ; each has a BOS and some text
-        self.target.require_trained("random weights certify nothing")
+        self.target.require_trained()
         sizes = Sizes(self.B, self.prefix_len, max(self.gen_len, self.n_forced))
         mode = "coupled" if self.temperature else "greedy"
         sampling = Sampling(self.temperature, seed=self.seed, verification=mode)

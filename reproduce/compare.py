@@ -113,7 +113,7 @@ class Flags:
 
     def check(self) -> None:
         """Errors: ConfigError."""
-        self.target.require_trained("random weights have nothing to say")
+        self.target.require_trained()
         for name, least in {"gen_len": 2, "repeats": 1, "contexts": 1, "per_category": 1, "num_prompts": 1}.items():
             given = getattr(self, name)
             for number in given if isinstance(given, tuple) else [given] * (given is not None):

@@ -124,7 +124,7 @@ class Serve:
         for name, value in values.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 require_at_least(name, value, least.get(name, 1))
-        self.target.require_trained("random weights have nothing to say")
+        self.target.require_trained()
         if self.ranks.data_parallel != 1:
             what, fix = "a server has one copy of the model", "start a server for every replica"
             refuse("data_parallel", self.ranks.data_parallel, 1, what, fix)

@@ -64,7 +64,7 @@ class ModelFlags:
 
 def require_fixed_text(config: RunConfig) -> None:
     """Raise ConfigError for random weights, and for a draft that needs the tokens of plain decoding."""
-    config.target.require_trained("random weights have nothing to say")
+    config.target.require_trained()
     if config.draft and Trait.NEEDS_BASELINE in config.draft.traits:
         what, required = "nothing is known of the answers beforehand", "a draft that needs no plain decoding first"
         refuse("draft", config.draft.kind, required, what, "use tests/selfspec_benchmark.py")

@@ -36,7 +36,6 @@ class Costs:
     fixed_ms: float = 0.0
 
     def drafts_ms(self, gamma: int) -> float:
-        """Return the ms of drafting `gamma` tokens."""
         return self.fixed_ms + gamma * self.draft_ms
 
     def verification_ms(self, gamma: int) -> float:
@@ -47,7 +46,6 @@ class Costs:
         return float(np.interp(gamma, at, ms))
 
     def round_ms(self, gamma: int) -> float:
-        """Return the ms of a round."""
         return self.drafts_ms(gamma) + self.verification_ms(gamma) + self.other_ms + self.refresh_ms
 
     def catch_up_ms(self, n_missed: float) -> float:

@@ -84,7 +84,6 @@ class CostProfiler:
         self._phases = PhaseTimer(runner.device, runner.ranks.timeout)
         self._generation: Generation | None = None
         self._next = PLAIN
-        self.seconds = 0.0
         self._forget()
 
     def run(self, choices: Sequence[RoundChoice], n_rounds: int, until: float = math.inf) -> None:
@@ -110,7 +109,6 @@ class CostProfiler:
             for request in self._generation.requests[n_rows:]:
                 self._generation.decoder.cancel(request)
             del self._generation.requests[n_rows:]
-        self.seconds = 0.0
         self._forget()
 
     @property
@@ -128,6 +126,7 @@ class CostProfiler:
             self._verified[choice.drafter] += sum(verified_positions(choice.gamma, accepted))
 
     def _forget(self) -> None:
+        self.seconds = 0.0
         self.timed: dict[RoundChoice, list[dict[str, float]]] = defaultdict(list)
         self.refreshes: list[list[float]] = [[] for _ in self.drafters]
         self._verified, self._accepted = [0] * len(self.drafters), [0] * len(self.drafters)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from common.errors import refuse
 from engine.batch import Batch
@@ -80,12 +80,14 @@ def text_kinds() -> dict[str, type[HostDrafterConfig]]:
 class Hybrid(Wrapper):
     """Drafts from text in front of a draft of a model, which has the schedule and gamma given here."""
 
+    ASKED_BY: ClassVar[str] = "text_drafts"
+
     texts: tuple[HostDrafterConfig, ...]
     text_match: int = 8
 
     @classmethod
     def around(cls, draft: DrafterConfig, given: Mapping[str, Any], made: Maker) -> DrafterConfig:
-        if not given.get("text_drafts") or not isinstance(draft, ModelDrafterConfig):
+        if not isinstance(draft, ModelDrafterConfig):
             return draft
         kinds = text_kinds()
         if unknown := [name for name in given["text_drafts"] if name not in kinds]:

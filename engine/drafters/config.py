@@ -197,7 +197,11 @@ class DrafterConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapper(DrafterConfig):
-    """Options of a draft that wraps a draft; gamma and its schedule are those given here."""
+    """Options of a draft that wraps a draft; gamma and its schedule are those given here.
+
+    ASKED_BY: the option, by flag, that asks for it."""
+
+    ASKED_BY: ClassVar[str]
 
     draft: DrafterConfig
 
@@ -223,8 +227,8 @@ class Wrapper(DrafterConfig):
     @classmethod
     @abstractmethod
     def around(cls, draft: DrafterConfig, given: Mapping[str, Any], made: Maker) -> DrafterConfig:
-        """Return a draft with this wrapper if the options `given`, by flag, ask for it, else the draft. Errors:
-        ConfigError for a draft that cannot be wrapped."""
+        """Return a draft with this wrapper, by the options `given` by flag; the draft itself if it has no use for it.
+        Errors: ConfigError for a draft that cannot be wrapped."""
 
 
 def wrappers() -> list[type[Wrapper]]:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -122,6 +122,8 @@ class Speculated(Drafter):
 class Hierarchical(Wrapper):
     """A self-draft that has a draft."""
 
+    ASKED_BY: ClassVar[str] = "draft_of_draft"
+
     draft: SelfConfig
     draft_of_draft: str = "ngram"  # or streaming, or the checkpoint of a smaller model
     inner_gamma: int = 2
@@ -129,7 +131,7 @@ class Hierarchical(Wrapper):
 
     @classmethod
     def around(cls, draft: DrafterConfig, given: Mapping[str, Any], made: Maker) -> DrafterConfig:
-        if given.get("draft_of_draft") is None or draft.kind != SelfConfig.name:
+        if draft.kind != SelfConfig.name:
             return draft
         if not isinstance(draft, SelfConfig):
             _refuse_tokens(given["draft_of_draft"], "text_drafts")
