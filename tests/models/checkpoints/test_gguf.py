@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Quantization
-from gguf import GGUFReader
 
 from common.errors import CheckpointError, UserError
 from convert_hf_checkpoint import convert
 from models.checkpoints.convert import source_parts
-from models.checkpoints.gguf_source import read_gguf
+from models.checkpoints.gguf_source import _Reader, read_gguf
 from models.checkpoints.loading import load_model, read_checkpoint
 from models.checkpoints.model_source import find_model
 from models.checkpoints.tokenizer import load_tokenizer
@@ -127,14 +126,14 @@ def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [4, 7, 8, 9])
 def test_an_array_that_the_file_cannot_hold_is_refused_at_once(tmp_path: Path, kind: int, monkeypatch) -> None:
     """Of 151 bytes in all, by any type of elements: numbers, booleans, strings, arrays."""
-    path, n_reads, get = tmp_path / "x.gguf", count(), GGUFReader._get
+    path, n_reads, get = tmp_path / "x.gguf", count(), _Reader._get
 
-    def counted(self: GGUFReader, *given: Any, **options: Any) -> Any:
+    def counted(self: _Reader, *given: Any, **options: Any) -> Any:
         if next(n_reads) > 200:
             raise MemoryError
         return get(self, *given, **options)
 
-    monkeypatch.setattr(GGUFReader, "_get", counted)
+    monkeypatch.setattr(_Reader, "_get", counted)
     path.write_bytes(b"GGUF" + struct.pack("<IQQQ3sIIQ", 3, 0, 1, 3, b"key", 9, kind, 2**50) + bytes(100))
     with pytest.raises(CheckpointError, match="truncated or garbled"):
         read_gguf(path)
