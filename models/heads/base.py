@@ -2,7 +2,7 @@
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,13 +86,9 @@ class TransformerHead(nn.Module):
         return embedding(tokens).flatten(0, 1).to(dtype)
 
     def see(self, positions: Tensor, cache: Slots, dtype: torch.dtype) -> Sequence[Any]:
-        """Prepare each layer's attention for a causal block at `positions [B, T]`."""
-        return self.by_window(lambda window: self.prepared(window, positions, cache, dtype))
-
-    def by_window(self, prepare: Callable[[int | None], Any]) -> Sequence[Any]:
-        """Return for each layer what `prepare` gives for its window, prepared once for equal windows."""
+        """Prepare each layer's attention for a block at `positions [B, T]`, once for layers with equal windows."""
         windows = self.shape.windows or (None,) * len(self.body.layers)
-        prepared = {window: prepare(window) for window in {*windows}}
+        prepared = {window: self.prepared(window, positions, cache, dtype) for window in {*windows}}
         return [prepared[window] for window in windows]
 
     def prepared(self, window: int | None, positions: Tensor, slots: Any, dtype: torch.dtype) -> Any:

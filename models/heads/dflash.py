@@ -4,7 +4,6 @@ DSpark heads also have a bias by the token before each draft. DFlash 2 heads sco
 their layers have convolutions. A block's drafts are then drawn one after another (layouts: speculators 0.9).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,22 +125,19 @@ class DFlashHead(TransformerHead):
         block = torch.full_like(positions, self.shape.mask_token)
         block[:, 0] = tokens
         x = self.embed(block, self.hidden_norm.weight.dtype)
-        step = self.body.begin(positions, cache, x.dtype, see=self._see_block)
+        step = self.body.begin(positions, cache, x.dtype, see=self.see)
         x, update, _ = self.body.run(x, torch.zeros_like(x), step)
         hidden = self.body.norm(x + update).view(*positions.shape, -1)
         return hidden if self.shape.drafts_anchor else hidden[:, 1:]
 
-    def _see_block(self, positions: Tensor, cache: Slots, dtype: torch.dtype) -> Sequence[Any]:
-        """Prepare attention of a block for each layer: by positions, since the block is not causal."""
-        shape, whole = self.shape, positions[:, -1:].expand_as(positions)
-
-        def prepared(window: int | None) -> Any:
-            slots, newest = cache.positions, positions if window and shape.is_causal else whole
-            if window and shape.is_anchored:
-                slots, window = slots.masked_fill(slots < positions[:, :1] - window, -1), None
-            return self.prepared(window, newest, SeenSlots(slots, cache.rows), dtype)
-
-        return self.by_window(prepared)
+    def prepared(self, window: int | None, positions: Tensor, slots: Slots, dtype: torch.dtype) -> Any:
+        """Prepare attention of a block: by the positions of the slots, since the block is not causal."""
+        shape, seen, newest = self.shape, slots.positions, positions[:, -1:].expand_as(positions)
+        if window and shape.is_causal:
+            newest = positions
+        if window and shape.is_anchored:
+            seen, window = seen.masked_fill(seen < positions[:, :1] - window, -1), None
+        return super().prepared(window, newest, SeenSlots(seen, slots.rows), dtype)
 
 
 def dflash_shape(files: HeadFiles, target: ModelConfig) -> DFlashShape:
