@@ -123,7 +123,10 @@ def match_parts(
     """Find every part of every tensor. Raises CheckpointError for one missing, misshapen or unknown, unless that is
     ignored, or a bias that is read and is 0."""
     required = dict(part for stacked in parts.values() for part in stacked)
-    check_names(folder, tensors, required, fix)
+    if missing := sorted(required.keys() - tensors.keys()):
+        files = {tensor.file for tensor in tensors.values()}
+        where, seen = files.pop() if len(files) == 1 else folder, f"{len(missing)}, such as {missing[0]}"
+        refuse_checkpoint(where, seen, f"all {len(required)} of the config", "tensors are missing", fix=fix)
     unknown = sorted(tensors.keys() - required.keys() - set(ignored))
     # Tools that quantise add biases of 0 to layers without biases.
     if unknown := [name for name in unknown if not name.endswith(".bias") or tensors[name].read().any()]:
@@ -132,14 +135,6 @@ def match_parts(
         if (found := tensors[name]).shape != shape:
             refuse_checkpoint(found.file, f"{name} {found.shape}", shape, "a tensor has the wrong shape", fix=fix)
     return {name: tuple(tensors[part] for part, _ in stacked) for name, stacked in parts.items()}
-
-
-def check_names(folder: Path, tensors: Mapping[str, SourceTensor], names: Collection[str], fix: str) -> None:
-    """Raise CheckpointError if one of the names is missing, naming the file if all tensors are in one."""
-    if missing := sorted(set(names) - tensors.keys()):
-        files = {tensor.file for tensor in tensors.values()}
-        where, seen = files.pop() if len(files) == 1 else folder, f"{len(missing)}, such as {missing[0]}"
-        refuse_checkpoint(where, seen, f"all {len(names)} of the config", "tensors are missing", fix=fix)
 
 
 def check_tied_head(tensors: Mapping[str, SourceTensor]) -> None:

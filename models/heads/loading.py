@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
-from models.checkpoints.convert import Part, check_names, match_parts, read_stacked, source_parts
+from models.checkpoints.convert import Part, match_parts, read_stacked, source_parts
 from models.checkpoints.model_source import ModelSource
 from models.config import ModelConfig
 from models.heads.base import HeadShape, TransformerHead
@@ -76,8 +76,6 @@ def find_head(path: str, kind: str, target: ModelConfig, changes: ConfigChanges 
     if not any(re.fullmatch(known.names, name) for name in files.tensors):
         unfit(Path(path), f"tensors such as {min(files.tensors)}", f"in the layout of {kind}")
     shape, config = known.shape(files, target), target
-    parts = head_parts(known.on_meta(shape))
-    check_names(files.path, files.tensors, [part for stacked in parts.values() for part, _ in stacked], FIX)
     if isinstance(shape, HeadShape):
         config = shape.config
         width = "hidden_size or target_hidden_size", shape.target_dim, target.dim
@@ -85,7 +83,7 @@ def find_head(path: str, kind: str, target: ModelConfig, changes: ConfigChanges 
             if size != expected:
                 unfit(f"{files.where}: {name}", size, f"the target's, {expected}")
         target_ids(files, target.vocab_size, shape.draft_vocab_size)
-    match_parts(files.path, files.tensors, parts, (*NO_WEIGHTS, *known.ignored), FIX)
+    match_parts(files.path, files.tensors, head_parts(known.on_meta(shape)), (*NO_WEIGHTS, *known.ignored), FIX)
     name, is_changed = Path(files.where).parent.resolve().name, changes != NO_CHANGES
     limits: dict[str, Any] = {"most_drafts": shape.most_drafts, "borrowed": shape.borrowed}
     return HeadSource(path, "head", config, name, is_changed=is_changed, kind=known, shape=shape, **limits)
