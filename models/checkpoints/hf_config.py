@@ -38,10 +38,6 @@ LAYER_FLAGS = Rule(
     "no such key, null, or 0 or 1 for each layer",
     lambda value: value is None or (isinstance(value, list) and all(type(x) is int and x in (0, 1) for x in value)),
 )
-IDS = Rule(
-    "a token id, a list of token ids, or null",
-    lambda value: value is None or all(type(token) is int for token in (value if isinstance(value, list) else [value])),
-)
 
 RULES = {
     "hidden_act": only("silu"),
@@ -60,6 +56,9 @@ RULES = {
     **dict.fromkeys(("attribute_map", "configuration_files", "transformers_weights"), UNSET),
     **dict.fromkeys(("text_config", "text_encoder", "decoder", "generator"), UNSET),
 }
+# Fields of ModelConfig, and the keys that give them in most architectures.
+SIZES = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "dim": "hidden_size"}
+SIZES |= {"n_head": "num_attention_heads", "ffn_dim": "intermediate_size"}
 DEFAULTS: Values = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
 
 
@@ -164,30 +163,30 @@ def config_from_hf(given: Values, *, where: str = "config") -> ModelConfig:
         seen = ", ".join(f"{old} and {new}" for old, new in architecture.renamed.items())
         unsupported(where, seen, "one name for each key")
     values = {**DEFAULTS, **architecture.defaults, **renamed}
-    n_head, dim = positive(values, "num_attention_heads", where), positive(values, "hidden_size", where)
-    n_layer, head_dim = positive(values, "num_hidden_layers", where), positive(values, "head_dim", where, dim // n_head)
+    sizes = {field: positive(values, key, where) for field, key in {**SIZES, **architecture.sizes}.items()}
+    n_layer, n_head = sizes["n_layer"], sizes["n_head"]
+    head_dim = positive(values, "head_dim", where, sizes["dim"] // n_head)
     rope = rope_fields(values, head_dim, architecture.rope_types, where)
     if rope["rotary_dim"] and "partial_rotary_factor" not in architecture.rules:
         unsupported(f"{where}: partial_rotary_factor", rope["rotary_dim"], "whole heads")
     has_window = architecture.defaults.keys() >= {"sliding_window"} and values["sliding_window"] is not None
-    eos = values.get("eos_token_id")
+    ends = values.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(token) is int and 0 <= token < sizes["vocab_size"] for token in ends):
+        required = f"ids of tokens, at least 0 and less than {sizes['vocab_size']}"
+        unsupported(f"{where}: eos_token_id ({GENERATION_CONFIG}'s, if it has the key)", repr(ends)[:200], required)
     fields = {
-        "vocab_size": positive(values, "vocab_size", where),
-        "n_layer": n_layer,
-        "dim": dim,
-        "n_head": n_head,
+        **sizes,
         "n_kv_head": positive(values, "num_key_value_heads", where, n_head),
         "head_dim": head_dim,
-        "ffn_dim": positive(values, "intermediate_size", where),
         "norm_eps": positive(values, "rms_norm_eps", where, kind=float),
         **rope,
         "unrotated_layers": _unrotated_layers(values, n_layer, where) if "no_rope_layers" in architecture.rules else [],
         "sliding_window": positive(values, "sliding_window", where) if has_window else None,
         "tie_embeddings": values["tie_word_embeddings"],
         **architecture.fixed,
-        **{field: positive(values, key, where) for field, key in architecture.sizes.items()},
         **{field: values.get(key, False) for field, key in architecture.switches.items()},
-        "eos_tokens": eos if isinstance(eos, list) else [] if eos is None else [eos],
+        "eos_tokens": ends,
     }
     return ModelConfig.from_dict(fields)
 
@@ -223,11 +222,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """Read the generation_config.json of a folder, empty without the file. Raises ConfigError if it is damaged."""
     path = folder / GENERATION_CONFIG
-    values = read_config(path) if path.exists() else {}
-    if not IDS.accepts(ends := values.get("eos_token_id")):
-        fix = "write the ids as numbers, or leave the key out for config.json's"
-        refuse(f"{path}: eos_token_id", repr(ends)[:200], IDS.required, fix=fix)
-    return values
+    return read_config(path) if path.exists() else {}
 
 
 def with_end_tokens(values: dict[str, Any], folder: Path) -> dict[str, Any]:
