@@ -14,4 +14,4 @@ from terminal.latency import Latency
 SUBCOMMANDS: Any = Compare | Latency | Eval | Chat | Serve
 
 if __name__ == "__main__":
-    cli.run_alone(methodcaller("run"), SUBCOMMANDS)
+    cli.run(methodcaller("run"), SUBCOMMANDS)

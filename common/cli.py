@@ -20,7 +20,7 @@ from common.errors import ConfigError
 from common.exit import exit_on_user_error, report_uncaught
 
 Config = TypeVar("Config")
-Main = Callable[[], None]
+End = Callable[[Callable[[], None], Mapping[str, str]], None]
 # Flags are the names of fields, also of nested dataclasses; switches have no `--no_` form.
 MARKERS = (OmitArgPrefixes, FlagCreatePairsOff, DisallowNone)
 # Names that other programs have for choices.
@@ -30,12 +30,11 @@ SYNONYMS |= {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 sys.excepthook = report_uncaught
 
 
-def run(main: Callable[[Config], None], kind: type[Config], end: Callable[[Main, Mapping[str, str]], None]) -> None:
+def run(main: Callable[[Config], None], kind: type[Config], end: End = exit_on_user_error) -> None:
     """Read a `kind` from the command line and run `main` with it.
 
     kind: a dataclass, or a union of dataclasses, each of which is a subcommand. Its `FLAGS` maps fields of a run to the
-    names of this program's flags. end: runs a program and turns a user's errors into exit codes, such as
-    `exit_on_user_error`.
+    names of this program's flags. end: runs a program and turns a user's errors into exit codes.
     """
     flags = dict(getattr(kind, "FLAGS", {}))
 
@@ -45,11 +44,6 @@ def run(main: Callable[[Config], None], kind: type[Config], end: Callable[[Main,
         main(config)
 
     end(read_and_run, flags)
-
-
-def run_alone(main: Callable[[Config], None], kind: type[Config]) -> None:
-    """Read a `kind` from the command line and run `main` with it, in a program of a single process."""
-    run(main, kind, exit_on_user_error)
 
 
 def read(kind: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:

@@ -17,4 +17,4 @@ from common import cli
 from cost_model.report import CostFlags
 
 if __name__ == "__main__":
-    cli.run_alone(methodcaller("run"), CostFlags)
+    cli.run(methodcaller("run"), CostFlags)

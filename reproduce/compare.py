@@ -301,4 +301,4 @@ def main(flags: Flags) -> None:
 
 
 if __name__ == "__main__":
-    cli.run_alone(main, Flags)
+    cli.run(main, Flags)

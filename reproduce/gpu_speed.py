@@ -216,4 +216,4 @@ def main(flags: Flags) -> None:
 
 
 if __name__ == "__main__":
-    cli.run_alone(main, Flags)
+    cli.run(main, Flags)

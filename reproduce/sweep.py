@@ -187,4 +187,4 @@ def main(flags: Flags) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a cell ends with the sweep
-    cli.run_alone(main, Flags)
+    cli.run(main, Flags)

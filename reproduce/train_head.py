@@ -109,4 +109,4 @@ def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run_alone(main, Flags)
+    cli.run(main, Flags)
