@@ -6,11 +6,8 @@ Sizes need not divide evenly: parts differ by at most one KV head, unit or token
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +17,7 @@ from torch import Tensor, nn
 from common.errors import flag, refuse
 from common.process import LEADER
 from models.config import ModelConfig
-from models.llama import Block, Embedding, FeedForward, Head, Transformer
+from models.llama import Block, Embedding, Head, Transformer
 
 Span = tuple[int, int]
 
@@ -158,17 +155,6 @@ def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -
     return tensor[ids] if kind in ("tok_embeddings", "output") else tensor
 
 
-class Joined(nn.Module):
-    """A rank's part of a layer, followed by a collective operation."""
-
-    def __init__(self, inner: nn.Module, join: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inner, self._join = inner, join
-
-    def forward(self, *inputs: Any) -> Tensor:
-        return self._join(self.inner(*inputs))
-
-
 class VocabParallelEmbedding(Embedding):
     """Embeddings of this rank's token ids and 0 for other ids, summed over ranks."""
 
@@ -191,15 +177,14 @@ def parallelise(model: Transformer, config: ModelConfig, exchange: ModelRanks) -
     shard = exchange.shard
     for layer in model.layers:
         assert isinstance(layer, Block)
-        layer.attention.wo = Joined(layer.attention.wo, exchange.all_reduce)
-        if isinstance(feed_forward := layer.feed_forward, FeedForward):
-            feed_forward.w2 = Joined(feed_forward.w2, exchange.all_reduce)
-        else:  # a token's experts are summed first
-            layer.feed_forward = Joined(feed_forward, exchange.all_reduce)
+        for summed in (layer.attention.wo, layer.feed_forward):
+            summed.register_forward_hook(lambda module, inputs, output: exchange.all_reduce(output))
     weight = model.tok_embeddings.weight
     if (head := model.output) is None:
         head = Head(weight.shape[1], weight.shape[0], bias=False, device="meta")
         head.weight = nn.Parameter(weight, requires_grad=False)
-    model.output = Joined(head, partial(exchange.gather, widths=vocab_widths(config.vocab_size, shard.count)))
+        model.output = head
+    widths = vocab_widths(config.vocab_size, shard.count)
+    head.register_forward_hook(lambda module, inputs, output: exchange.gather(output, widths))
     model.tok_embeddings = VocabParallelEmbedding(weight, shard.span(config.vocab_size), exchange)
     model.config = replace(model.config, vocab_size=config.vocab_size, eos_tokens=config.eos_tokens)

@@ -21,7 +21,6 @@ from models.kernels.pointwise_cpp import pointwise_for
 from models.kernels.quantize import quantize_linears
 from models.llama import Block, run_in_turn, select_layers
 from models.repeated_blocks import repeat_blocks
-from models.tensor_parallel import Joined
 from tests.support.machine import needs_bfloat16_layers, needs_cpp_compiler
 from tests.support.tiny import tiny_model
 
@@ -153,17 +152,12 @@ def other_weights(model: Transformer) -> None:
     model.layers[2].feed_forward.w2 = packed_model(scheme="int4").layers[2].feed_forward.w2
 
 
-def joined(model: Transformer) -> None:
-    for layer in model.layers:
-        layer.attention.wo = Joined(layer.attention.wo, lambda x: x.mul_(2))
-
-
 def in_pytorch(model: Transformer) -> None:
     for layer in model.layers:
         layer.attention.wo = torch.nn.Linear(128, 128, dtype=DTYPE)
 
 
-@pytest.mark.parametrize("change", [other_weights, joined, in_pytorch])
+@pytest.mark.parametrize("change", [other_weights, in_pytorch])
 def test_models_of_other_blocks_are_refused(called, change):
     model = packed_model()
     change(model)
