@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.parallel.ranks import Ranks
 from models import ModelConfig
 from models.llama import logits_dtype
-from models.tensor_parallel import ModelRanks, vocab_widths
+from models.tensor_parallel import ModelRanks
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class RemoteRunner:
 
     def last_logits(self, tokens: Tensor, positions: Tensor, cache: object = None) -> Tensor:
         """Return the logits `[B, V]` that the holders gather; they are empty on ranks that do not decide."""
-        widths = vocab_widths(self.vocab_size, len(self.holders.ranks))
         where = tokens.device
-        nothing = torch.zeros(len(tokens), max(widths), dtype=logits_dtype(self.dtype, where), device=where)
-        return self.holders.gather(nothing, widths) if self.ranks.leads else nothing[:, :0]
+        nothing = torch.zeros(len(tokens), 0, dtype=logits_dtype(self.dtype, where), device=where)
+        return self.holders.gather(nothing, self.vocab_size) if self.ranks.leads else nothing

@@ -72,10 +72,11 @@ class ModelRanks:
             dist.all_reduce(x, group=self.group)
         return x
 
-    def gather(self, x: Tensor, widths: list[int]) -> Tensor:
-        """Join the ranks' `x [..., widths[shard]]` on the leader; other ranks get an empty `[..., 0]`."""
+    def gather(self, x: Tensor, vocab_size: int) -> Tensor:
+        """Join the ranks' logits `x [..., ids of the shard]` on the leader; other ranks get an empty `[..., 0]`."""
         if self.gather_group is None:
             return x
+        widths = [end - first for first, end in spans(vocab_size, len(self.ranks))]
         members = sorted({LEADER, *self.ranks})
         # Collectives need equal shapes: narrower parts are padded, and cut again.
         padded = F.pad(x, (0, max(widths) - x.shape[-1])).contiguous()
@@ -93,11 +94,6 @@ def spans(n: int, count: int) -> list[Span]:
     The first part is never the larger of two, since the leader has further work.
     """
     return list(pairwise(part * n // count for part in range(count + 1)))
-
-
-def vocab_widths(vocab_size: int, count: int) -> list[int]:
-    """Return the number of token ids in each part of a vocabulary."""
-    return [end - first for first, end in spans(vocab_size, count)]
 
 
 def check_count(config: ModelConfig, count: int, where: str) -> None:
@@ -184,7 +180,6 @@ def parallelise(model: Transformer, config: ModelConfig, exchange: ModelRanks) -
         head = Head(weight.shape[1], weight.shape[0], bias=False, device="meta")
         head.weight = nn.Parameter(weight, requires_grad=False)
         model.output = head
-    widths = vocab_widths(config.vocab_size, shard.count)
-    head.register_forward_hook(lambda module, inputs, output: exchange.gather(output, widths))
+    head.register_forward_hook(lambda module, inputs, output: exchange.gather(output, config.vocab_size))
     model.tok_embeddings = VocabParallelEmbedding(weight, shard.span(config.vocab_size), exchange)
     model.config = replace(model.config, vocab_size=config.vocab_size, eos_tokens=config.eos_tokens)
