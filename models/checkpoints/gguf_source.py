@@ -123,7 +123,7 @@ def _dequantized(path: Path, tensor: ReaderTensor, shape: tuple[int, ...]) -> Te
 
 def _check_config(path: Path, config: ModelConfig, described: ModelConfig, rope_factors: SourceTensor | None) -> None:
     """Raise CheckpointError if the config.json next to a GGUF contradicts `described`, the config of its metadata. The
-    metadata lacks windows, ends of text and the scaling of `rope_freqs.weight`."""
+    metadata lacks windows, ends of text and the scaling that gave the divisors of frequencies, `rope_freqs.weight`."""
     names = ["vocab_size", "n_layer", "dim", "n_head", "n_kv_head", "head_dim", "ffn_dim", "norm_eps", "rope_theta"]
     names += ["rotary_dim", "unrotated_layers", "qk_norm", "n_expert"]
     names += ["rope_scaling"] if rope_factors is None else []
@@ -131,16 +131,12 @@ def _check_config(path: Path, config: ModelConfig, described: ModelConfig, rope_
         seen, required = getattr(config, name), getattr(described, name)
         if seen != required:
             refuse_gguf(path, f"{name} {seen}", f"{required}, as in the GGUF", fix=f"{OTHER_CONFIG}, or none")
-    if rope_factors is not None:
-        _check_rope_factors(rope_factors, config)
-
-
-def _check_rope_factors(tensor: SourceTensor, config: ModelConfig) -> None:
-    """Raise CheckpointError unless the file's divisors of the rotary frequencies are those of the config."""
+    if rope_factors is None:
+        return
     expected = inverse_frequencies(replace(config, rope_scaling=None)) / inverse_frequencies(config)
-    if tensor.shape != expected.shape or not torch.allclose(tensor.read(), expected, rtol=1e-3):
+    if rope_factors.shape != expected.shape or not torch.allclose(rope_factors.read(), expected, rtol=1e-3):
         required = f"the factors of rope_scaling {config.rope_scaling} ({CONFIG})"
-        refuse_gguf(tensor.file, f"{ROPE_FACTORS} {tensor.shape}", required, fix=OTHER_CONFIG)
+        refuse_gguf(rope_factors.file, f"{ROPE_FACTORS} {rope_factors.shape}", required, fix=OTHER_CONFIG)
 
 
 def _hf_config(path: Path, metadata: dict[str, Any], tensors: Tensors, architecture: str) -> dict[str, Any]:
