@@ -32,11 +32,8 @@ class JsonTokenizer:
 
     def pieces(self) -> list[str | None]:
         """Return each id's token as the tokenizer's file writes it; None for an id without a token."""
-        by_token = self._backend.get_vocab(with_added_tokens=True)
-        pieces: list[str | None] = [None] * (max(by_token.values()) + 1)
-        for token, index in by_token.items():
-            pieces[index] = token
-        return pieces
+        n_ids = max(self._backend.get_vocab().values()) + 1
+        return [self._backend.id_to_token(index) for index in range(n_ids)]
 
     def definition(self) -> str:
         """Return the tokenizer as the text of a tokenizer.json."""
