@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 
 def route(scores: Tensor, n_chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """Return shares and indices of each token's experts, both `[N, n_chosen]`, from `scores [N, n_expert]`.
-
-    Shares are softmax probabilities in float32 or better, divided by their sum if `normalised` (arXiv 2505.09388).
-    """
+    """Return shares and indices of each token's experts, both `[N, n_chosen]`, from `scores [N, n_expert]`. Shares are
+    softmax probabilities in float32 or better, divided by their sum if `normalised` (arXiv 2505.09388)."""
     shares, chosen = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).topk(n_chosen)
     shares = shares / shares.sum(dim=-1, keepdim=True) if normalised else shares
     return shares.to(scores.dtype), chosen

@@ -207,10 +207,8 @@ class Transformer(nn.Module):
     def hidden_states(
         self, tokens: Tensor, positions: Tensor, cache: Slots, layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Compute `hidden`, and the inputs of `layers`, side by side in ascending order, `[B, T, k * dim]`.
-
-        The input of layer `n_layer` is the last layer's output, not normalised. Without `layers`, `hidden` twice.
-        """
+        """Compute `hidden`, and the inputs of `layers`, side by side in ascending order, `[B, T, k * dim]`. The input
+        of layer `n_layer` is the last layer's output, not normalised. Without `layers`, `hidden` twice."""
         x = self.tok_embeddings(tokens).flatten(0, 1)
         x, update, inputs = self.run(x, torch.zeros_like(x), self.begin(positions, cache, x.dtype), layers)
         _, normed = self.pointwise.add_norm(x, update, self.norm.weight, self.config.norm_eps)
@@ -243,10 +241,8 @@ class Transformer(nn.Module):
     def run(
         self, x: Tensor, update: Tensor, step: Step, inputs_of: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Run all blocks over the residual stream `x` and the `update` to add to it first, both `[B * T, dim]`.
-
-        Returns the stream, the last block's update, which is not added yet, and the inputs of layers `inputs_of`.
-        """
+        """Run all blocks over the residual stream `x` and the `update` to add to it first, both `[B * T, dim]`. Returns
+        the stream, the last block's update, which is not added yet, and the inputs of layers `inputs_of`."""
         inputs, first = list[Tensor](), 0
         for end in sorted({*inputs_of, len(self.layers)}):
             x, update = self.run_blocks(self.layers, x, update, step, first, end)

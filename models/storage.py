@@ -23,10 +23,8 @@ WIDER = {"float64", "float32", "float16"}
 
 
 def auto_dtype(device: str, source: ModelSource) -> tuple[torch.dtype, str]:
-    """Return the dtype that `--dtype auto` stands for, and why.
-
-    On a CPU it is the fastest dtype that rounds the published weights no further.
-    """
+    """Return the dtype that `--dtype auto` stands for, and why. On a CPU it is the fastest dtype that rounds the
+    published weights no further."""
     if device != "cpu":
         return torch.bfloat16, "on a GPU"
     if torch.cpu._is_avx512_bf16_supported():
@@ -102,10 +100,8 @@ def _n_halved(config: ModelConfig, published: Sequence[str]) -> int:
 
 
 def resolve_device(name: str) -> str:
-    """Return "cpu" or "cuda:N", where N is this process's GPU if a machine runs several processes.
-
-    Under Slurm's --gpus-per-task=1 a process sees a single GPU: it is cuda:0 at every local rank. Errors: ConfigError.
-    """
+    """Return "cpu" or "cuda:N", where N is this process's GPU if a machine runs several processes. Under Slurm's
+    --gpus-per-task=1 a process sees a single GPU: it is cuda:0 at every local rank. Errors: ConfigError."""
     n_gpus, n_processes = torch.cuda.device_count(), local_world_size()
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

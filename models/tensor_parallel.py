@@ -58,10 +58,8 @@ class ModelRanks:
 
     @property
     def backend(self) -> str:
-        """The name of the library that sums over ranks, "nccl" or "gloo"; "none" on a single rank.
-
-        NCCL's name has the variable that lets PyTorch sum through symmetric memory within a node: it changes bits.
-        """
+        """The name of the library that sums over ranks, "nccl" or "gloo"; "none" on a single rank. NCCL's name has the
+        variable that lets PyTorch sum through symmetric memory within a node: it changes bits."""
         name = "none" if self.group is None else dist.get_backend(self.group).rpartition(":")[2]
         within_node = os.environ.get("ENABLE_INTRA_NODE_COMM")
         return f"nccl, ENABLE_INTRA_NODE_COMM={within_node}" if name == "nccl" and within_node else name
@@ -89,10 +87,8 @@ class ModelRanks:
 
 
 def spans(n: int, count: int) -> list[Span]:
-    """Divide `n` indices into `count` contiguous parts, as evenly as possible.
-
-    The first part is never the larger of two, since the leader has further work.
-    """
+    """Divide `n` indices into `count` contiguous parts, as evenly as possible. The first part is never the larger of
+    two, since the leader has further work."""
     return list(pairwise(part * n // count for part in range(count + 1)))
 
 
@@ -105,10 +101,8 @@ def check_count(config: ModelConfig, count: int, where: str) -> None:
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """Return a part's configuration: its heads, feed-forward units and token ids, and the whole model's `dim`.
-
-    It has no end tokens, since these are ids of the whole vocabulary.
-    """
+    """Return a part's configuration: its heads, feed-forward units and token ids, and the whole model's `dim`. It has
+    no end tokens, since these are ids of the whole vocabulary."""
     if shard.count == 1:
         return config
     n_kv, ids = (len(range(*shard.span(n))) for n in (config.n_kv_head, config.vocab_size))
@@ -126,10 +120,8 @@ def _unit_span(config: ModelConfig, shard: Shard) -> tuple[int, int]:
 
 
 def shard_tensor(name: str, tensor: Tensor, config: ModelConfig, shard: Shard) -> Tensor:
-    """Return a part's share of a tensor (`name`: see `loading.expected_shapes`), as a view if possible.
-
-    Every part has the whole of each norm. Biases after an all-reduce are the first part's, 0 in the others.
-    """
+    """Return a part's share of a tensor (`name`: see `loading.expected_shapes`), as a view if possible. Every part has
+    the whole of each norm. Biases after an all-reduce are the first part's, 0 in the others."""
     if shard.count == 1:
         return tensor
     kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
@@ -166,10 +158,8 @@ class VocabParallelEmbedding(Embedding):
 
 
 def parallelise(model: Transformer, config: ModelConfig, exchange: ModelRanks) -> None:
-    """Connect a Transformer, this rank's part of the model of `config`, to the other ranks.
-
-    Its `config` keeps the heads of the part, for caches, and gets the whole vocabulary.
-    """
+    """Connect a Transformer, this rank's part of the model of `config`, to the other ranks. Its `config` keeps the
+    heads of the part, for caches, and gets the whole vocabulary."""
     shard = exchange.shard
     for layer in model.layers:
         assert isinstance(layer, Block)

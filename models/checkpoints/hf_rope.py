@@ -62,10 +62,8 @@ def rope_fields(values: Values, head_dim: int, types: Collection[str], where: st
 
 
 def extended(values: Values, scaling: str, where: str) -> dict[str, Any]:
-    """Return the keys of a config.json for a context extended by `yarn:FACTOR` or `linear:FACTOR`.
-
-    Raises ConfigError for another scaling, or a model whose frequencies are scaled already.
-    """
+    """Return the keys of a config.json for a context extended by `yarn:FACTOR` or `linear:FACTOR`. Raises ConfigError
+    for another scaling, or a model whose frequencies are scaled already."""
     kind, _, factor = scaling.partition(":")
     try:
         by = float(factor) if kind in ("yarn", "linear") else 0.0
@@ -84,10 +82,8 @@ def extended(values: Values, scaling: str, where: str) -> dict[str, Any]:
 
 
 def _settings(values: Values, where: str) -> tuple[dict[str, Any], str]:
-    """Return the rotary settings, in which the model's keys are defaults, and the name of their place.
-
-    Raises ConfigError if `rope_scaling` and `rope_parameters` differ: programs disagree on which of them holds.
-    """
+    """Return the rotary settings, in which the model's keys are defaults, and the name of their place. Raises
+    ConfigError if `rope_scaling` and `rope_parameters` differ: programs disagree on which of them holds."""
     given = {name: values[name] for name in ("rope_parameters", "rope_scaling") if values.get(name)}
     if len({str(sorted(settings.items())) for settings in given.values()}) > 1:
         unsupported(where, given, "rope_scaling or rope_parameters, or equal ones", "two rotary settings differ")

@@ -49,10 +49,8 @@ def check(values: Values, rules: Mapping[str, Rule], where: str) -> None:
 
 
 def positive(values: Values, key: str, where: str, default: float | None = None, kind: type[float] = int) -> Any:
-    """Return a positive size, or with `kind=float` a positive number; `default` if the key is absent or null.
-
-    Raises ConfigError.
-    """
+    """Return a positive size, or with `kind=float` a positive number; `default` if the key is absent or null. Raises
+    ConfigError."""
     value = default if values.get(key) is None else values[key]
     end = MAX_SIZE if kind is int else sys.float_info.max
     if not isinstance(value, (int, kind)) or isinstance(value, bool) or not 0 < value < end:

@@ -142,9 +142,7 @@ class DFlashHead(TransformerHead):
 
 def dflash_shape(files: HeadFiles, target: ModelConfig) -> DFlashShape:
     """Return the shape of a DFlash head, which borrows the target's embedding, and its output layer for all its ids.
-
-    Raises ConfigError, CheckpointError for a config that is not understood or does not fit the target.
-    """
+    Raises ConfigError, CheckpointError for a config that is not understood or does not fit the target."""
     check(files.values, RULES, files.where)
     if files.values.get("speculators_model_type"):
         return _of_speculators(files, target.n_layer)

@@ -63,10 +63,8 @@ class Kind:
 
 
 def open_head(path: Path, changes: ConfigChanges = NO_CHANGES) -> HeadFiles:
-    """Open a folder, or the weights in it. Reads headers. Raises CheckpointError, ConfigError.
-
-    `midlayer` (EAGLE-3) and names below `model` are renamed to a common layout.
-    """
+    """Open a folder, or the weights in it. Reads headers. Raises CheckpointError, ConfigError. `midlayer` (EAGLE-3) and
+    names below `model` are renamed to a common layout."""
     folder, names = (path, FILES) if path.is_dir() else (path.parent, (path.name,))
     for file in map(Path, names if path.exists() else ()):
         if found := open_weights(folder, file.stem, file.suffix):
