@@ -99,9 +99,7 @@ def _check_sources(path: Path) -> None:
     """Raise CheckpointError if weights next to a model.pth were saved again after it was converted from them."""
     for name, entry in files.read_manifest(path.parent).get("converted_from", {}).get("files", {}).items():
         source = path.parent / name
-        if name in files.SIDE_FILES or not source.is_file():
-            continue
-        if files.differing(source, entry):
+        if name not in files.SIDE_FILES and source.is_file() and files.differing(source, entry):
             refuse_checkpoint(source, "other content, saved again after the conversion", f"the weights in {path.name}")
 
 
