@@ -29,7 +29,8 @@ CALLS += ["add_norm", "linear", "swiglu", "linear"]
 def repeat_blocks(model: Transformer) -> None:
     """Let a model run its blocks in one call where kernels compute them, as long as its weights stay in place."""
     layers, repeat = model.layers, model.pointwise.repeat
-    is_known = repeat is not None and all(type(part) in KINDS for layer in layers for part in layer.modules())
+    parts = [part for layer in layers for part in layer.modules()]
+    is_known = repeat is not None and all(type(part) in KINDS and not part._forward_hooks for part in parts)
     is_uniform = is_known and all(_structure(layer) == _structure(layers[0]) for layer in layers)
     model.run_blocks = RepeatedBlocks(layers, repeat).run if is_uniform else run_in_turn
 
