@@ -28,19 +28,19 @@ def auto_dtype(device: str, source: ModelSource) -> tuple[torch.dtype, str]:
     if device != "cpu":
         return torch.bfloat16, "on a GPU"
     if torch.cpu._is_avx512_bf16_supported():
-        how = "which this CPU multiplies"
-    elif linear_cpp.multiplies_bfloat16(linear_cpp.SMALLEST):
-        how = "which kernels widen to float32 on this CPU"
+        reason = "which this CPU multiplies"
+    elif linear_cpp.multiplies_bfloat16():  # elsewhere oneDNN emulates it
+        reason = "which kernels widen to float32 on this CPU"
     else:
         return torch.float32, "bfloat16 is slow on this CPU"
     if not source.has_text:
-        return torch.bfloat16, f"{how}; random weights"
+        return torch.bfloat16, f"{reason}; random weights"
     published = source.published
     if wider := sorted(WIDER.intersection(published)):
         return torch.float32, f"published in {' and '.join(wider)}"
     if not published:
         return torch.float32, "the conversion does not say how the model was published; convert it again"
-    return torch.bfloat16, f"{how}; published in {' and '.join(published)}"
+    return torch.bfloat16, f"{reason}; published in {' and '.join(published)}"
 
 
 def auto_draft_weights(
@@ -80,23 +80,25 @@ def model_bytes(
     """
     head, linear = config.vocab_size * config.dim, config.n_layer * config.n_linear_weights_per_layer
     if quantize is None:
-        is_packed = can_pack(device, dtype, (config.vocab_size, config.dim))
-        repacked = head if config.tie_embeddings and is_packed else 0
+        repacked = head if config.tie_embeddings and can_pack(device, dtype) else 0
         repacked += head + linear if packs_twice(device, dtype) else 0
         in_16_bits = _n_halved(config, published) if dtype == torch.float32 and can_pack(device, dtype) else 0
         return (config.n_parameters + repacked) * dtype.itemsize - 2 * in_16_bits
     others = config.n_parameters - linear - (0 if config.tie_embeddings else head)
-    return linear_bytes(linear, quantize) + linear_bytes(head, "int8") + others * dtype.itemsize
+    head_bytes = linear_bytes(head, "int8")
+    if not takes_shape((config.vocab_size, config.dim), "int8", device == "cpu"):
+        head_bytes = head * dtype.itemsize if can_pack(device, dtype) or not config.tie_embeddings else 0
+    return linear_bytes(linear, quantize) + head_bytes + others * dtype.itemsize
 
 
 def _n_halved(config: ModelConfig, published: Sequence[str]) -> int:
-    """Return how many weights of a float32 model this CPU keeps in 16 bits: those of layers with suitable shapes, if it
-    was published in bfloat16."""
-    if set(published) != {"bfloat16"}:
+    """Return how many weights of a float32 model this CPU keeps in 16 bits: those of layers, if it was published in
+    bfloat16."""
+    if set(published) != {"bfloat16"} or not linear_cpp.multiplies_floats():
         return 0
     shapes = expected_shapes(config) | {"output.weight": (config.vocab_size, config.dim)}
     del shapes["tok_embeddings.weight"]
-    return sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2 and linear_cpp.multiplies_floats(shape))
+    return sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
 
 
 def resolve_device(name: str) -> str:

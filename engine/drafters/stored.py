@@ -38,7 +38,7 @@ class Weights:
     def config(self) -> ModelConfig:
         """The configuration of the layers that run."""
         config = self.source.config
-        return config if self.layers is None else replace(config, n_layer=len(self.layers))
+        return config if self.layers is None else config.with_layers(self.layers)
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,7 @@ def largest_shard(config: ModelConfig, group: Sequence[int]) -> ModelConfig:
 def step_bytes(weights: Weights, group: Sequence[int], device: str) -> int:
     """Return the bytes of weights that a decode step reads on that rank: all but the table of token embeddings."""
     config = largest_shard(weights.config, group)
-    head = config.vocab_size, config.dim
-    is_head = config.tie_embeddings and weights.quantize is None and not can_pack(device, weights.dtype, head)
+    is_head = config.tie_embeddings and weights.quantize is None and not can_pack(device, weights.dtype)
     table = 0 if is_head else config.vocab_size * config.dim * weights.dtype.itemsize
     return weights_bytes(weights, group, device) - table
 

@@ -18,7 +18,7 @@ from models.checkpoints.hf_config import config_from_json
 from models.checkpoints.presets import preset_config
 from models.checkpoints.tokenizer import TOKENIZER_FILES
 from models.config import ModelConfig
-from models.kernels.packed_linear import PackedLinear, can_pack, pack_linears
+from models.kernels.packed_linear import can_pack, pack_linears, packed_linear
 from models.kernels.pointwise import use_pointwise
 from models.kernels.pointwise_cpp import pointwise_for
 from models.kernels.quantize import Int8Linear, check_scheme, quantize_linears, quantized_linear
@@ -211,8 +211,8 @@ def advise(first: int, end: int, advice: str) -> None:
 def pack_model(model: Transformer) -> None:
     """Pack all linear layers of a Transformer; a tied head gets a packed copy, the embedding stays."""
     embedding = model.tok_embeddings.weight
-    if model.output is None and can_pack(embedding.device, embedding.dtype, embedding.shape):
-        model.output = PackedLinear(embedding, None)
+    if model.output is None and can_pack(embedding.device, embedding.dtype):
+        model.output = packed_linear(embedding)
     pack_linears(model)
 
 

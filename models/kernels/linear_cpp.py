@@ -15,7 +15,6 @@ from models.kernels.build import BuildError, choose, use_kernel
 from models.kernels.calls import call
 
 BLOCK = 32  # outputs that are stored together; inputs that share a scale in 4 bits
-SMALLEST = (BLOCK, BLOCK)  # shape of a weight
 FLOAT_BLOCK = 16  # outputs that are stored together if the layer's inputs are in float32
 
 
@@ -42,19 +41,19 @@ def runs() -> bool:
     return _kernel() is not None
 
 
-def multiplies_floats(shape: Sequence[int]) -> bool:
-    """True if the kernel multiplies float32 by weights of this shape in float32 or bfloat16, in place of oneDNN.
+def multiplies_floats() -> bool:
+    """True if the kernel multiplies float32 by weights in float32 or bfloat16, in place of oneDNN.
 
     Not on CPUs with AVX-512 but without AVX512-BF16: there the kernel has shorter vectors than oneDNN.
     """
     matches_onednn = torch.cpu._is_avx512_bf16_supported() or not torch.cpu._is_avx512_supported()
-    return matches_onednn and takes_shape(shape)
+    return matches_onednn and runs()
 
 
-def multiplies_bfloat16(shape: Sequence[int]) -> bool:
-    """True if the kernel multiplies bfloat16 by weights of this shape in bfloat16, in place of oneDNN: by instructions
-    for bfloat16, in tiles of AMX if there are any, or widened to float32."""
-    return multiplies_floats(shape) and (not torch.cpu._is_amx_tile_supported() or choose("linear").build == "AMX")
+def multiplies_bfloat16() -> bool:
+    """True if the kernel multiplies bfloat16 by weights in bfloat16, in place of oneDNN: by instructions for it, by
+    tiles of AMX if there are any, or widened to float32."""
+    return multiplies_floats() and (not torch.cpu._is_amx_tile_supported() or choose("linear").build == "AMX")
 
 
 def pack_words(weight: Tensor, block: int = BLOCK) -> Tensor:

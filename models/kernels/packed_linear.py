@@ -1,8 +1,7 @@
 """Linear layers with weights packed for a CPU once: for `models.kernels.linear_cpp`, or in oneDNN's blocked layout."""
 
-from collections.abc import Sequence
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.experts import StackedExperts, looped
@@ -57,11 +56,13 @@ def _packed(weight: Tensor) -> tuple[Tensor | None, int]:
 
     Weights in float32 that 16 bits hold are stored in these, and multiplied in float32.
     """
-    if weight.dtype == torch.float32 and linear_cpp.multiplies_floats(weight.shape):
+    if not linear_cpp.takes_shape(weight.shape):
+        return None, 0
+    if weight.dtype == torch.float32 and linear_cpp.multiplies_floats():
         if (rounded := _rounded_exactly(weight)) is not None:
             return linear_cpp.pack_words(rounded, linear_cpp.FLOAT_BLOCK), 16
         return linear_cpp.pack_words(weight, linear_cpp.FLOAT_BLOCK), 32
-    if weight.dtype == torch.bfloat16 and linear_cpp.multiplies_bfloat16(weight.shape):
+    if weight.dtype == torch.bfloat16 and linear_cpp.multiplies_bfloat16():
         return linear_cpp.pack_words(weight), 16
     return None, 0
 
@@ -73,28 +74,49 @@ def _rounded_exactly(weight: Tensor) -> Tensor | None:
     return rounded if all(torch.equal(piece, half.float()) for piece, half in pieces) else None
 
 
+class PaddedLinear(PackedLinear):
+    """`PackedLinear` of any shape: zeros fill the last blocks of the project's kernel."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._n_out, d_in = weight.shape
+        missing, self._padding = -self._n_out % linear_cpp.BLOCK, -d_in % linear_cpp.BLOCK
+        bias = None if bias is None else F.pad(bias.detach(), (0, missing))
+        super().__init__(F.pad(weight.detach(), (0, self._padding, 0, missing)), bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.pad(x, (0, self._padding)))[..., : self._n_out].contiguous()
+
+
+def packed_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    """Return the layer for `weight [d_out, d_in]`, padded if a kernel multiplies its dtype but not its shape."""
+    is_whole = not any(size % linear_cpp.BLOCK for size in weight.shape)
+    return (PackedLinear if is_whole or not _in_cpp(weight.dtype) else PaddedLinear)(weight, bias)
+
+
 class PackedExperts(nn.Module):
     """`StackedExperts`, packed expert by expert."""
 
     def __init__(self, stacked: StackedExperts) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(PackedLinear(weight, None) for weight in stacked.weight.chunk(stacked.n_expert))
+        self.experts = nn.ModuleList(map(packed_linear, stacked.weight.chunk(stacked.n_expert)))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         return looped(x, self.experts, counts)
 
 
-def can_pack(device: torch.device | str, dtype: torch.dtype, shape: Sequence[int] = linear_cpp.SMALLEST) -> bool:
-    """True if this PyTorch build and processor have a packed kernel for weights of `dtype` and `shape`."""
-    if torch.device(device).type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
+def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
+    """True if the project or this PyTorch build has a packed kernel for weights of `dtype` on this processor."""
+    if torch.device(device).type != "cpu" or _in_cpp(dtype):
+        return torch.device(device).type == "cpu"
+    in_onednn = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available() and in_onednn
+
+
+def _in_cpp(dtype: torch.dtype) -> bool:
+    """True if the project's kernel multiplies weights of `dtype` on this processor."""
     if dtype == torch.bfloat16:
-        return linear_cpp.multiplies_bfloat16(shape) or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return dtype == torch.float32
-
-
-def _is_packable(weight: Tensor) -> bool:
-    return can_pack(weight.device, weight.dtype, weight.shape)
+        return linear_cpp.multiplies_bfloat16()
+    return dtype == torch.float32 and linear_cpp.multiplies_floats()
 
 
 def packs_twice(device: torch.device | str, dtype: torch.dtype) -> bool:
@@ -105,9 +127,9 @@ def packs_twice(device: torch.device | str, dtype: torch.dtype) -> bool:
 def pack_linears(module: nn.Module) -> None:
     """Replace every packable nn.Linear and StackedExperts below `module` and release its weight."""
     for name, child in list(module.named_children()):
-        if isinstance(child, StackedExperts) and _is_packable(child.weight.chunk(child.n_expert)[0]):
+        if isinstance(child, StackedExperts) and can_pack(child.weight.device, child.weight.dtype):
             setattr(module, name, PackedExperts(child))
-        elif isinstance(child, nn.Linear) and _is_packable(child.weight):
-            setattr(module, name, PackedLinear(child.weight, child.bias))
+        elif isinstance(child, nn.Linear) and can_pack(child.weight.device, child.weight.dtype):
+            setattr(module, name, packed_linear(child.weight, child.bias))
         else:
             pack_linears(child)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.experts import StackedExperts
+
 # Numbers of rows up to this and its multiples are tested; other numbers run in two blocks. A test takes many products.
 MOST_TESTED = 64
 # From this number on, rows are a chunk of a prompt, and run whole: every decode of the prompt has the same chunks.
@@ -32,7 +34,7 @@ def fewest_rows(model: Any) -> int:
     all products, else two, since libraries add up a product with a single row in another order."""
     if model.backend.name != "cpp" or model.output is None:
         return 2
-    return 2 if any(isinstance(part, nn.Linear) for part in model.modules()) else 1
+    return 2 if any(isinstance(part, nn.Linear | StackedExperts) for part in model.modules()) else 1
 
 
 def multiply_rows(multiply: Multiply, x: Tensor, kernel: Hashable) -> Tensor:

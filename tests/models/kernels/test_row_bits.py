@@ -14,11 +14,11 @@ from kv_cache import FullKVCache, StreamingKVCache
 from models import ModelConfig, load_model
 from models.experts import StackedExperts
 from models.kernels import linear_cpp
-from models.kernels.packed_linear import PackedLinear, can_pack, pack_linears
+from models.kernels.packed_linear import PackedExperts, PackedLinear, pack_linears
 from models.kernels.pointwise import EAGER
 from models.kernels.quantize import Int4Linear, Int8Linear
 from models.kernels.row_bits import CHUNK, MOST_TESTED, fewest_rows, multiply_rows
-from tests.support.machine import needs_cpp_compiler, needs_int8
+from tests.support.machine import needs_bfloat16_layers, needs_cpp_compiler, needs_int8
 from tests.support.tiny import decode, random_prompts
 
 COUNTS = (*range(1, 65), 100, 112)
@@ -72,7 +72,7 @@ LAYERS = [
 @pytest.mark.parametrize("new_layer,dtype", LAYERS)
 def test_a_row_has_the_bits_that_it_has_alone(monkeypatch, new_layer, dtype, d_out=960, d_in=320):
     monkeypatch.setattr(linear_cpp, "takes_shape", lambda shape: False)  # the check of the C++ kernel tests its bits
-    if new_layer is PackedLinear and not can_pack("cpu", dtype):
+    if new_layer is PackedLinear and dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip(f"PyTorch packs no weights in {dtype} for this CPU")
     normal = torch.Generator().manual_seed(d_out)
     weight, bias, x = (
@@ -82,7 +82,7 @@ def test_a_row_has_the_bits_that_it_has_alone(monkeypatch, new_layer, dtype, d_o
         assert not counts_that_differ(new_layer(weight, bias), x)
 
 
-@pytest.mark.skipif(not linear_cpp.multiplies_floats((32, 32)), reason="oneDNN multiplies float32 here")
+@pytest.mark.skipif(not linear_cpp.multiplies_floats(), reason="oneDNN multiplies float32 here")
 def test_float32_layers_are_in_16_bits_where_these_hold_the_weights():
     """Products are those of float32; a single weight of more bits keeps its layer in 32."""
     generator = torch.Generator().manual_seed(2)
@@ -98,22 +98,24 @@ def test_float32_layers_are_in_16_bits_where_these_hold_the_weights():
         assert not counts_that_differ(layer, x)
 
 
-@pytest.mark.parametrize("d_out", [96, 40], ids=["a kernel's", "no kernel's"])
-def test_bfloat16_layers_of_any_shape_can_be_packed(d_out):
-    """Where no kernel takes a shape, and oneDNN packs no bfloat16, a layer stays as it is; so do experts."""
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16_layers)])
+@pytest.mark.parametrize("d_out,d_in", [(96, 64), (40, 64), (96, 40), (7, 9)])
+def test_layers_of_any_shape_are_packed(dtype, d_out, d_in):
+    """Where the project's kernel multiplies, zeros fill its blocks, and a row has the bits that it has alone."""
     generator = torch.Generator().manual_seed(3)
-    parts, experts = nn.Sequential(nn.Linear(64, d_out)), StackedExperts(3, 64, d_out)
+    parts, experts = nn.Sequential(nn.Linear(d_in, d_out)), StackedExperts(3, d_in, d_out)
     for parameter in (*parts.parameters(), *experts.parameters()):
         nn.init.normal_(parameter, generator=generator)
     parts.append(experts)
-    parts, x = parts.bfloat16(), torch.randn(5, 64, generator=generator).bfloat16()
-    counts = torch.tensor([2, 0, 3])
+    parts, x = parts.to(dtype), torch.randn(112, d_in, generator=generator).to(dtype)
+    counts = torch.tensor([2, 0, 110])
     with torch.inference_mode():
         before = parts[0](x), experts(x, counts)
         pack_linears(parts)
+        assert isinstance(parts[0], PackedLinear) and isinstance(parts[1], PackedExperts)
         for got, expected in zip((parts[0](x), parts[1](x, counts)), before, strict=True):
-            assert (got - expected).norm() < 0.01 * expected.norm()
-    assert isinstance(parts[0], PackedLinear) == can_pack("cpu", torch.bfloat16, (d_out, 64))
+            assert got.is_contiguous() and (got - expected).norm() < 0.01 * expected.norm()
+        assert not counts_that_differ(parts[0], x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
