@@ -18,8 +18,8 @@ from tyro.conf import arg
 
 from common.errors import flag, refuse
 from common.say import note_without_effect
-from engine.drafters.combined import text_kinds
 from engine.drafters.config import AUTO, DrafterConfig, Trait, drafters, wrappers
+from engine.drafters.text_drafter import text_kinds
 from kv_cache import Policy
 from kv_cache.policy import BudgetedPolicy, policies
 from models.names import Dtype, KVDtype, Scheme

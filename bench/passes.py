@@ -21,7 +21,6 @@ from common.contention import Usage, usage_so_far
 from engine.controller import PLAIN, Controller, Fixed, RoundChoice
 from engine.decoding import Phase
 from engine.drafters import Drafter
-from engine.drafters.speculated import Speculated
 from engine.generation import GenerateOutput, Generation
 from engine.requests import Progress
 from engine.runner import ModelRunner, Prefill, captured_sizes
@@ -209,8 +208,7 @@ def decode_in_turns(
     """
     session.processes.all_gather_object(None)  # replicas start together
     for drafter in chain.from_iterable(controller.drafters for controller in controllers.values()):
-        if isinstance(drafter, Speculated):
-            drafter.inner_counts()  # forgets the counts of earlier passes
+        drafter.inner_counts()  # forgets the counts of earlier passes
     with ExitStack() as watching:
         passes = {}
         for name, controller in controllers.items():
@@ -219,7 +217,7 @@ def decode_in_turns(
         usages = take_turns(session.runner, [*passes.values()])
     found = dict[str, Decoded]()
     for (name, generation), usage in zip(passes.items(), usages, strict=True):
-        inner = [drafter.inner_counts() for drafter in controllers[name].drafters if isinstance(drafter, Speculated)]
+        inner = [counts for drafter in controllers[name].drafters if (counts := drafter.inner_counts()) is not None]
         phases, counts = dict(phase.seconds) if isinstance(phase, PhaseTimer) else {}, total(inner) if inner else None
         parts = session.by_replica(Decoded(**vars(generation.output), usage=usage, phases=phases, inner=counts))
         found[name] = replace(joined(parts, Stats.joined([part.stats for part in parts])), usage=usage)

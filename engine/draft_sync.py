@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from engine.drafters import Drafter, HostDrafter, RowUpdate
+from engine.drafters import Drafter, RowUpdate
 from engine.requests import Request
 
 Busy = Sequence[tuple[int, Request]]
@@ -58,8 +58,8 @@ class DraftSync:
         return self.follow(drafter, lengths, mode), False
 
     def follow_round(self, drafter: int | None, busy: Busy, mode: str) -> None:
-        """Let a drafter, if any, follow the tokens of all rows before a round: on the host also the current token."""
+        """Let a drafter, if any, follow the tokens of all rows before a round, the current one if it reads that."""
         if drafter is None:
             return
-        n_ahead = isinstance(self._drafters[drafter], HostDrafter)
+        n_ahead = self._drafters[drafter].reads_current
         self.follow(drafter, [(row, request, request.length + n_ahead) for row, request in busy], mode)

@@ -16,7 +16,6 @@ from bench.progress import BarProgress, progress_bar
 from bench.session import Session
 from engine.controller import PLAIN, RoundChoice
 from engine.drafters import Drafter
-from engine.drafters.combined import Combined
 from engine.generation import Generation
 from engine.runner import ModelRunner
 from engine.stats import AcceptanceRate, verified_positions
@@ -191,7 +190,7 @@ def middle(gammas: Sequence[int]) -> int:
 
 def without_texts(drafter: Drafter) -> Drafter:
     """Return the drafter, without drafts from text in front of its own."""
-    return drafter.model if isinstance(drafter, Combined) else drafter
+    return drafter if drafter.skips_model is None else without_texts(drafter.parts[0])
 
 
 def kinds(drafters: Sequence[Drafter]) -> list[list[int]]:

@@ -14,6 +14,7 @@ from engine.drafters.hidden_states import HiddenStateBuffer
 from engine.drafters.schedules import Schedule
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
+from engine.stats import Counts
 from kv_cache import KVCache, WriteThroughKVCache
 
 
@@ -46,11 +47,11 @@ class Drafter(ABC):
     Optional: `parts`, the drafters that this one is made of, the main one first; `schedule`, which limits how many
     tokens of a round each row drafts; `hidden_buffer`, the target's states that it drafts from, kept in every round of
     a decode; `follows_parts`, True if `follow` takes a prompt in parts, and begins after the tokens that the draft's
-    row holds; `verified_cache`; `is_written_through`, True if verifications write its cache's entries; `refresh`, which
-    begins every `refresh_every`-th of the `n_rounds` rounds that this drafter drafted for (0: none); `skips_model`,
-    True if the last round's drafts were guesses from text and its model did not run (None: no text drafter stands
-    next to a model); and `n_predicted`, by row: how many of the first draft tokens were copied from the request's
-    prediction.
+    row holds; `reads_current`, True if `follow` gets the current token, too; `verified_cache`; `is_written_through`,
+    True if verifications write its cache's entries; `refresh`, which begins every `refresh_every`-th of the `n_rounds`
+    rounds that this drafter drafted for (0: none); `skips_model`, True if the last round's drafts were guesses from
+    text and its model did not run (None: no text drafter stands next to a model); and `n_predicted`, by row: how many
+    of the first draft tokens were copied from the request's prediction.
     """
 
     gamma: int
@@ -58,6 +59,7 @@ class Drafter(ABC):
     schedule: Schedule = Schedule()
     hidden_buffer: HiddenStateBuffer | None = None
     follows_parts: bool = False
+    reads_current: bool = False
     is_written_through: bool = False
     refresh_every: int = 0
     n_rounds: int = 0
@@ -97,10 +99,34 @@ class Drafter(ABC):
         if self.parts:
             self.parts[0].refresh(batch, gamma)
 
+    def inner_counts(self) -> Counts | None:
+        """Return the acceptance counts of a draft that this drafter verifies, since the last call; None without one."""
+        return next((counts for part in self.parts if (counts := part.inner_counts()) is not None), None)
+
     def is_due(self, ahead: int = 0) -> bool:
         """True if the current round, or the round `ahead` rounds later, begins with `refresh`: the drafter's second
         round, since a verification precedes it, and every `refresh_every`-th round after that."""
         return self.refresh_every > 0 and (self.n_rounds + ahead - 2) % self.refresh_every == 0
+
+
+class WrappingDrafter(Drafter):
+    """Drafts as the drafter `inner` does, whose schedule it has: a base for drafters that change some of its hooks."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner, self.parts, self.gamma, self.schedule = inner, (inner,), inner.gamma, inner.schedule
+        self.hidden_buffer, self.refresh_every = inner.hidden_buffer, inner.refresh_every
+        self.follows_parts, self.reads_current = inner.follows_parts, inner.reads_current
+        self.is_written_through, self.skips_model = inner.is_written_through, inner.skips_model
+
+    def follow(self, rows: Sequence[RowUpdate]) -> None:
+        self.inner.follow(rows)
+        self.skips_model, self.n_predicted = self.inner.skips_model, self.inner.n_predicted
+
+    def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
+        return self.inner.propose(batch, verification, gamma)
+
+    def rollback(self, batch: Batch) -> None:
+        self.inner.rollback(batch)
 
 
 def require_same_cache(drafter: Drafter, cache: KVCache, target: ModelRunner) -> None:

@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Self
 from common.errors import refuse
 from engine.batch import Batch
 from engine.drafters.base import Drafter, RowUpdate
-from engine.drafters.config import BuildInputs, DrafterConfig, DraftPlan, Maker, Trait, Wrapper, drafters
+from engine.drafters.config import BuildInputs, DrafterConfig, Maker, Trait, Wrapper
 from engine.drafters.model_drafter import ModelDrafterConfig
-from engine.drafters.stored import PlannedTarget
-from engine.drafters.text_drafter import Guess, HostDrafter, HostDrafterConfig
+from engine.drafters.text_drafter import Guess, HostDrafter, HostDrafterConfig, text_kinds
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
 
@@ -71,11 +70,6 @@ class Combined(HostDrafter):
         self.model.rollback(batch)  # its schedule is this drafter's
 
 
-def text_kinds() -> dict[str, type[HostDrafterConfig]]:
-    """Return the options of drafts from text that can go in front of a model's, by name."""
-    return {name: kind for name, kind in drafters().items() if issubclass(kind, HostDrafterConfig)}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Hybrid(Wrapper):
     """Drafts from text in front of a draft of a model, which has the schedule and gamma given here."""
@@ -110,26 +104,11 @@ class Hybrid(Wrapper):
         return {**options, **self.wrapped.options(), "text_drafts": names, "text_match": self.text_match}
 
     def check(self) -> None:
-        self.wrapped.check()
+        super().check()
         for text in self.texts:
             text.check()
 
-    def plan(self, target: PlannedTarget) -> HybridPlan:
-        self.check()
-        model = self.wrapped.plan(target)
-        facts = {name: getattr(model, name) for name in ("gamma", "policy", "capacity", "source", "group")}
-        return HybridPlan(config=self, parts=(model,), **facts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HybridPlan(DraftPlan):
-    """The plan of the model, with drafts from text in front, which take no memory."""
-
-    config: Hybrid
-
-    def make(self, inputs: BuildInputs) -> Combined:
-        texts = [text.build(inputs, self.gamma) for text in self.config.texts]
-        return Combined(inputs.runner, self.parts[0].build(inputs), texts, self.config.text_match)
-
-    def build(self, inputs: BuildInputs) -> Drafter:
-        return self.make(inputs)  # its schedule is the model's
+    def wrap(self, inputs: BuildInputs, *drafters: Drafter) -> Combined:
+        [model] = drafters
+        texts = [text.build(inputs, model.gamma) for text in self.texts]
+        return Combined(inputs.runner, model, texts, self.text_match)

@@ -215,8 +215,22 @@ class Wrapper(DrafterConfig):
         return self.draft.kind
 
     @property
+    def traits(self) -> Trait:
+        return self.draft.traits
+
+    @property
     def automatic(self) -> tuple[str, ...]:
         return self.wrapped.automatic
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return ("draft",)
+
+    def options(self) -> dict[str, Any]:
+        return {**self.wrapped.options(), **super().options()}
+
+    def check(self) -> None:
+        self.wrapped.check()
 
     def alternatives(self, prefix_len: int) -> Sequence[Self]:
         return [replace(self, draft=draft) for draft in self.draft.alternatives(prefix_len)]
@@ -225,10 +239,33 @@ class Wrapper(DrafterConfig):
         return replace(self, draft=self.draft.ablated(has_weights, has_budget))
 
     @classmethod
-    @abstractmethod
     def around(cls, draft: DrafterConfig, given: Mapping[str, Any], made: Maker) -> DrafterConfig:
         """Return a draft with this wrapper, by the options `given` by flag; the draft itself if it has no use for it.
         Errors: ConfigError for a draft that cannot be wrapped."""
+        return made(cls, draft=draft)
+
+    def plan(self, target: PlannedTarget) -> WrapperPlan:
+        self.check()
+        inner = self.wrapped.plan(target)
+        facts = {name: getattr(inner, name) for name in ("gamma", "policy", "capacity", "source", "group")}
+        return WrapperPlan(config=self, parts=(inner,), **facts)
+
+    @abstractmethod
+    def wrap(self, inputs: BuildInputs, *drafters: Drafter) -> Drafter:
+        """Make the drafter around those of the plan's parts, which have their schedules."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapperPlan(DraftPlan):
+    """The plan of a draft that wraps others, its parts. Its schedule is that of the main one."""
+
+    config: Wrapper
+
+    def make(self, inputs: BuildInputs) -> Drafter:
+        return self.config.wrap(inputs, *(part.build(inputs) for part in self.parts))
+
+    def build(self, inputs: BuildInputs) -> Drafter:
+        return self.make(inputs)
 
 
 def wrappers() -> list[type[Wrapper]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from common.errors import flag, refuse, require_at_least
 from engine.batch import Batch
 from engine.drafters.base import Drafter, RowUpdate, check_gamma
-from engine.drafters.config import AUTO, BuildInputs, DrafterConfig, DraftPlan, Maker, Trait, Wrapper
+from engine.drafters.config import AUTO, BuildInputs, DrafterConfig, DraftPlan, Maker, Trait, Wrapper, WrapperPlan
 from engine.drafters.model_drafter import ModelDrafter, ModelDrafterConfig
 from engine.drafters.ngram import NGramConfig
 from engine.drafters.self_speculation import SelfConfig, SelfSpeculation
@@ -40,7 +40,7 @@ class Speculated(Drafter):
     """
 
     def __init__(self, outer: SelfSpeculation, inner: Drafter) -> None:
-        self.gamma, self.refresh_every = outer.gamma, outer.refresh_every
+        self.gamma, self.refresh_every, self.schedule = outer.gamma, outer.refresh_every, outer.schedule
         self._outer, self._inner, self.parts = outer, inner, (outer, inner)
         self._cache: KVCache | None = None
         if isinstance(inner, SelfSpeculation):
@@ -103,6 +103,10 @@ class Speculated(Drafter):
         lengths = torch.minimum(n_tokens, self.schedule.bounds(batch, gamma))
         return self.schedule.cut(Drafts(tokens[:, :gamma], None if probs is None else probs[:, :gamma], lengths), batch)
 
+    def rollback(self, batch: Batch) -> None:
+        for part in self.parts:
+            part.rollback(batch)  # the outer draft's schedule is this drafter's
+
     def _count(self, rounds: Tensor, lengths: Tensor, accepted: Tensor) -> None:
         offset = torch.arange(self._inner.gamma, device=lengths.device)
         accepted_at = offset < accepted[:, None]
@@ -133,9 +137,9 @@ class Hierarchical(Wrapper):
     def around(cls, draft: DrafterConfig, given: Mapping[str, Any], made: Maker) -> DrafterConfig:
         if draft.kind != SelfConfig.name:
             return draft
-        if not isinstance(draft, SelfConfig):
-            _refuse_tokens(given["draft_of_draft"], "text_drafts")
-        return made(cls, draft=draft)
+        if isinstance(draft, Wrapper):
+            _refuse_tokens(given["draft_of_draft"], draft.ASKED_BY)
+        return super().around(draft, given, made)
 
     @property
     def inner(self) -> DrafterConfig:
@@ -155,14 +159,16 @@ class Hierarchical(Wrapper):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        return "draft", *(["inner_budget"] if self.draft_of_draft == "ngram" else [])
+        return *super().unused, *(["inner_budget"] if self.draft_of_draft == "ngram" else [])
 
-    def options(self) -> dict[str, Any]:
-        return {**self.wrapped.options(), **super().options()}
+    def wrap(self, inputs: BuildInputs, *drafters: Drafter) -> Speculated:
+        outer, inner = drafters
+        assert isinstance(outer, SelfSpeculation)
+        return Speculated(outer, inner)
 
     def check(self) -> None:
-        outer, inner = self.wrapped, self.draft_of_draft
-        outer.check()
+        super().check()
+        inner = self.draft_of_draft
         require_at_least("inner_gamma", self.inner_gamma, 1)
         if self.gamma_schedule == "confidence":
             _refuse_tokens(inner, "gamma_schedule")
@@ -201,17 +207,9 @@ def _refuse_tokens(draft: object, option: str) -> NoReturn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HierarchicalPlan(DraftPlan):
+class HierarchicalPlan(WrapperPlan):
     """The plan of a self-draft, and of the draft that drafts for it."""
-
-    config: Hierarchical
 
     def remarks(self, target: PlannedTarget) -> list[str]:
         outer, inner = self.parts
         return [*outer.remarks(target), *inner.remarks(target.longer(outer.gamma))]
-
-    def make(self, inputs: BuildInputs) -> Speculated:
-        outer, inner = self.parts
-        drafter = outer.make(inputs)
-        assert isinstance(drafter, SelfSpeculation)
-        return Speculated(drafter, inner.build(inputs))

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.errors import require_at_least
 from engine.batch import Batch
 from engine.drafters.base import Drafter, RowUpdate, require_same_cache, wrong_drafts
-from engine.drafters.config import BuildInputs, DrafterConfig, DraftPlan
+from engine.drafters.config import BuildInputs, DrafterConfig, DraftPlan, drafters
 from engine.drafters.stored import PlannedTarget
 from engine.modes import Drafts, Verification
 from engine.runner import ModelRunner
@@ -56,6 +56,8 @@ class HostDrafter(TextDrafter):
     """Looks tokens up on the leader's host. `follow` gets all rows every round, and `tokens` ends with the current
     token; it looks up there, since a captured `propose` may not read the host. n_guessed: on the leader, how many
     tokens were guessed for each row of the last `follow`, in its order."""
+
+    reads_current = True
 
     def __init__(self, runner: ModelRunner, gamma: int) -> None:
         super().__init__(runner, gamma)
@@ -110,6 +112,11 @@ class HostDrafterConfig(TextConfig):
 
     @abstractmethod
     def build(self, inputs: BuildInputs, gamma: int) -> HostDrafter: ...
+
+
+def text_kinds() -> dict[str, type[HostDrafterConfig]]:
+    """Return the options of drafts from text that can go in front of a model's, by name."""
+    return {name: kind for name, kind in drafters().items() if issubclass(kind, HostDrafterConfig)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import torch
 
 from common.errors import refuse
 from engine.batch import Batch
-from engine.drafters import Drafter, HostDrafter, RowUpdate
+from engine.drafters import Drafter, RowUpdate
 from engine.modes import GREEDY
 from engine.requests import check_prompt
 from engine.round import Round
@@ -30,7 +30,7 @@ def forced_acceptance(
     round's output. Returns the counts of each row. Errors: ConfigError unless there is a prompt and a continuation per
     row, and all continuations have the same length, gamma + 2 or more.
     """
-    gamma, n_rows, reads_current = drafter.gamma, runner.max_batch, isinstance(drafter, HostDrafter)
+    gamma, n_rows, reads_current = drafter.gamma, runner.max_batch, drafter.reads_current
     n_token = min(map(len, continuations), default=0)
     shape = len(prompts), len(continuations), max(map(len, continuations), default=0)
     if shape != (n_rows, n_rows, n_token) or n_token < gamma + 2:

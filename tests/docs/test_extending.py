@@ -1,5 +1,5 @@
-"""docs/extending.md does what it says: in a copy of the checkout, its policy and its drafter run in every program, and
-its row of the test matrix passes."""
+"""docs/extending.md does what it says: in a copy of the checkout, its policies, drafter and wrapper run in every
+program, and its rows of the test matrix pass."""
 
 import json
 import os
@@ -11,11 +11,13 @@ import pytest
 
 from tests.support.programs import ROOT, Ended, afresh
 
-FUTURE, TABLE = "from __future__ import annotations\n\n", "POLICIES = {\n"
+FUTURE = "from __future__ import annotations\n\n"
+TABLES = {"tests/support/policies.py": "POLICIES = {\n", "tests/support/drafters.py": "Drafter]] = {\n"}
 ROOMS = ("common", "kv_cache", "models", "engine", "bench", "cost_model", "terminal", "serving", "reproduce", "tests")
-FILES = "kv_cache/key_norm.py", "kv_cache/value_norm.py", "kv_cache/late_key_norm.py", "engine/drafters/again.py"
+FILES = "kv_cache/key_norm.py", "kv_cache/value_norm.py", "kv_cache/late_key_norm.py"
+FILES += "engine/drafters/again.py", "engine/drafters/first.py"
 NAMED = "again+self=key_norm"
-OPTIONS = ["--draft_options", "norm_order=1", "period=2", "--snapkv_window", "8", "--text_match", "2"]
+OPTIONS = ["--draft_options", "norm_order=1", "period=2", "first=2", "--snapkv_window", "8", "--text_match", "2"]
 MATRIX = ["-q", "-k", "key_norm or reference[0]", "tests/kv_cache/test_policies.py", "tests/engine/test_witness.py"]
 # Runs programs one after another in the copy, opens a server's session, and runs tests.
 PROGRAMS = """
@@ -36,7 +38,7 @@ print(json.dumps(ended))"""
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout with the page's files, and the policy's row of the test matrix."""
+    """A copy of the checkout with the page's files and rows of the test matrix."""
     folder, page = tmp_path_factory.mktemp("extended"), (ROOT / "docs/extending.md").read_text(encoding="utf-8")
     left_out = shutil.ignore_patterns(*map(os.path.basename, FILES), "results")
     for room in ROOMS:
@@ -47,9 +49,10 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in FILES:
         (folder / path).write_text(blocks[path])
     (folder / "kv_cache/broken.py").write_text("import a_module_that_does_not_exist\n")
-    imports, row = blocks["tests/support/policies.py"].split("\n\n", 1)
-    table = folder / "tests/support/policies.py"
-    table.write_text(table.read_text().replace(FUTURE, f"{FUTURE}{imports}\n", 1).replace(TABLE, TABLE + row, 1))
+    for path, table in TABLES.items():
+        imports, row = blocks[path].split("\n\n", 1)
+        text = (folder / path).read_text().replace(FUTURE, f"{FUTURE}{imports}\n", 1)
+        (folder / path).write_text(text.replace(table, table + row, 1))
     return folder
 
 

@@ -6,7 +6,6 @@ import torch
 
 from engine.controller import RoundChoice
 from engine.drafters import Drafter
-from engine.drafters.combined import Combined
 from engine.drafters.schedules import Confidence, Heuristic, Schedule
 
 # Makers of a schedule from gamma and a number of rows; "" drafts gamma tokens. Thresholds are near what tiny models
@@ -23,8 +22,8 @@ SCHEDULES = {
 def scheduled(drafter: Drafter, schedule: str, n_rows: int) -> Drafter:
     """Give the drafter a new schedule of that name, and return it."""
     drafter.schedule = SCHEDULES[schedule](drafter.gamma, n_rows)
-    if isinstance(drafter, Combined):
-        drafter.model.schedule = drafter.schedule
+    if drafter.parts:  # a drafter made of others has the schedule of the main one
+        drafter.parts[0].schedule = drafter.schedule
     return drafter
 
 
