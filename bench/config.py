@@ -42,7 +42,7 @@ class Target:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     dtype: Literal["auto"] | Dtype = "auto"
-    """auto: bfloat16, but float32 on a CPU without instructions for it, or of a checkpoint published in more bits"""
+    """auto: bfloat16, but float32 on a CPU where bfloat16 is slow, or of a checkpoint published in more bits"""
     quantize: Scheme | None = None
     """the target's linear layers in 8 or 4 bits"""
     kv_dtype: Literal["same"] | KVDtype = "same"

@@ -77,7 +77,7 @@ class DraftOptions:
     """quantized: the least number of recent tokens that are not quantised (default: 64)"""
     draft_dtype: Given[Literal["auto", "same"] | Dtype] = None
     """dtype of the draft's weights and cache; same: the target's (a self-draft then shares its weights); auto, the
-    default: bfloat16 next to a float32 target on a CPU that computes in bfloat16, else same"""
+    default: bfloat16 next to a float32 target on a CPU where bfloat16 is fast, else same"""
     draft_weights: Given[Literal["auto", "same"] | Scheme] = None
     """the draft's linear layers in 8 or 4 bits; the target keeps its own, so the output stays the same; same: as
     --draft_dtype says, or a self-draft's as the target's; auto, the default: on a CPU with AVX2, or a GPU that it is

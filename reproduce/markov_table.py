@@ -14,7 +14,7 @@ from bench.config import Target, Text
 from common import cli
 from common.checkout import ROOT
 from common.errors import require_at_least
-from engine.drafters.markov import NGramTable
+from engine.drafters.ngram_table import NGramTable
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from bench.config import Output, RunConfig, Sizes, Target, Text
 from common import cli
 from common.errors import DataError, flag, refuse, require_at_least
 from common.jsonl import publish
+from common.say import dtype_name
 from models.checkpoints.hf_config import read_config
 from models.checkpoints.manifest import CONFIG, write_text
 from reproduce.heads import examples, training
@@ -69,6 +70,7 @@ def main(flags: Flags) -> None:
     session = bench.Session.open(config)
     names = ("dtype", "kv_dtype", "rope_scaling", "config_overrides")
     stored = {name: getattr(flags.target, name) for name in names} | {"dataset": flags.text.dataset}
+    stored["dtype"] = dtype_name(session.plan.target.weights.dtype)  # `auto` depends on the machine
     keep_settings(folder, {"model": source.name} | stored | vars(sizes))
     write_all(session, folder, sizes, flags.batches)
     # Sessions pack the weights of linear layers.

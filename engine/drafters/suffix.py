@@ -11,7 +11,7 @@ from typing import ClassVar
 from common.errors import refuse, require_at_least
 from engine.drafters.base import RowUpdate
 from engine.drafters.config import BuildInputs, Trait
-from engine.drafters.markov import NGramTable
+from engine.drafters.ngram_table import NGramTable
 from engine.drafters.text_drafter import Guess, HostDrafter, HostDrafterConfig
 from engine.runner import ModelRunner
 

@@ -411,7 +411,7 @@ inline void multiply_block(const Call<Number>& call, const float* x, int64_t x_r
     put(call, row, output, sums, W);
 }
 
-// Multiplies x in float32 by weights in words of N inputs, [n_out / BLOCK, n_in / N, BLOCK], where BLOCK is 16 for x in
+// Multiplies x, as float32, by weights in words of N inputs, [n_out / BLOCK, n_in / N, BLOCK], where BLOCK is 16 for x in
 // float32 and 32 for x in bfloat16.
 template <int N, typename Number>
 void multiply_floats(const Call<Number>& call, int n_thread) {

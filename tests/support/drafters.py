@@ -15,9 +15,10 @@ from engine import ModelRunner, SelfSpeculation, StandaloneDraft
 from engine.batch import Batch
 from engine.drafters import Drafter, RowUpdate
 from engine.drafters.combined import Combined
-from engine.drafters.markov import Markov, NGramTable
+from engine.drafters.markov import Markov
 from engine.drafters.medusa import Medusa
 from engine.drafters.ngram import NGram
+from engine.drafters.ngram_table import NGramTable
 from engine.drafters.oracle import Oracle
 from engine.drafters.speculated import Speculated
 from engine.drafters.suffix import Suffix

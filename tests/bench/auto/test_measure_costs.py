@@ -91,7 +91,8 @@ def timed(draft: float, verify: float = 50) -> list[dict[str, float]]:
 def rehearsed(timed: dict[Choice, Any], rates: list[Any], refresh: list[int], sizes: list[int]) -> Any:
     """A profiler of drafters that take 9 ms to choose entries anew, every so many rounds, and have so many entries."""
     pairs = zip(refresh, sizes, strict=True)
-    drafters = [SimpleNamespace(refresh_every=n, cache=SimpleNamespace(capacity=size)) for n, size in pairs]
+    caches = [(n, SimpleNamespace(capacity=size)) for n, size in pairs]
+    drafters = [SimpleNamespace(refresh_every=n, skips_model=None, cache=cache) for n, cache in caches]
     seen = [[0.009] if n else [] for n in refresh]
     return SimpleNamespace(timed=timed, acceptance=rates, drafters=drafters, refreshes=seen)
 

@@ -15,8 +15,8 @@ from engine.controller import PLAIN as PLAIN_STEP
 from engine.controller import RoundChoice
 from engine.drafters import Guess, HostDrafter, RowUpdate
 from engine.drafters.combined import Combined
-from engine.drafters.markov import NGramTable
 from engine.drafters.ngram import NGram, find_ngram
+from engine.drafters.ngram_table import NGramTable
 from engine.drafters.oracle import Oracle
 from engine.drafters.suffix import Suffix, SuffixAutomaton
 from engine.modes import Greedy

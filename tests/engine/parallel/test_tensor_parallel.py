@@ -53,7 +53,7 @@ def test_tokens_and_counts_are_those_of_one_process(n_ranks, selection, checkpoi
 def test_a_rank_uses_the_memory_of_its_shard(tmp_path):
     """A rank keeps only its shard, packed or not: no view keeps the whole file, and no weight is stored twice."""
     part = SimpleNamespace(shard=Shard(1, 2), all_reduce=lambda x: x, gather=lambda x, vocab_size: x)
-    config = replace(TINY, n_kv_head=4)
+    config = replace(TINY, vocab_size=128, dim=64, n_head=8, n_kv_head=8, ffn_dim=64)  # shards of whole blocks
     save_checkpoint(tmp_path / "model.pth", config, tiny_model(config).state_dict())
     n_parameters = shard_config(config, part.shard).n_parameters
     model = load_model(tmp_path, config=config, dtype=torch.float64, exchange=part)
