@@ -18,7 +18,7 @@ from tyro.conf import arg
 
 from common.errors import flag, refuse
 from common.say import note_without_effect
-from engine.drafters.config import AUTO, DrafterConfig, Trait, drafters, wrappers
+from engine.drafters.config import AUTO, DrafterConfig, Trait, Wrapper, drafters, wrappers
 from engine.drafters.text_drafter import text_kinds
 from kv_cache import Policy
 from kv_cache.policy import BudgetedPolicy, policies
@@ -277,12 +277,13 @@ def _draft(kind: type[DrafterConfig], policy: type[Policy], given: Mapping[str, 
         if "policy" in names:
             options["policy"] = made(policy)
         if missing := [name for name in required_options(kind) if name not in options]:
-            refuse(missing[0], "nothing", "a value", f"{kind.name} needs {flag(missing[0])}", f"add {flag(missing[0])}")
+            asked = flag(kind.ASKED_BY) if issubclass(kind, Wrapper) else kind.name
+            refuse(missing[0], "nothing", "a value", f"{asked} needs {flag(missing[0])}", f"add {flag(missing[0])}")
         return kind(**options)
 
     draft: DrafterConfig = made(kind)
     for wrapper in wrappers():
-        if given.get(wrapper.ASKED_BY) not in (None, ()):
+        if given.get(wrapper.ASKED_BY) not in (None, (), []):
             draft = wrapper.around(draft, given, made)
     return draft
 

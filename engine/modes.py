@@ -67,7 +67,8 @@ class Verification(ABC):
             if probs is not None:
                 certain = torch.zeros_like(probs).scatter_(1, token[:, None], 1)
                 probs = torch.where(is_guessed[:, None], certain, probs)
-        self._tokens.append(token)
+        if self.masks_drafts:
+            self._tokens.append(token)
         return token, probs
 
     def logprobs(self, logits: Tensor) -> Tensor:

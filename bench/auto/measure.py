@@ -195,9 +195,20 @@ def without_texts(drafter: Drafter) -> Drafter:
 
 def kinds(drafters: Sequence[Drafter]) -> list[list[int]]:
     """Return the indices of neighbouring drafters that differ only in the cache that they draft over: those of the same
-    class. Next to text drafters, the model's class counts."""
-    each = [type(without_texts(drafter)) for drafter in drafters]
+    classes, parts included. Next to text drafters, the model's classes count."""
+
+    def classes(drafter: Drafter) -> list[Any]:
+        return [type(drafter), *map(classes, drafter.parts)]
+
+    each = [classes(without_texts(drafter)) for drafter in drafters]
     return [[*same] for _, same in groupby(range(len(each)), key=each.__getitem__)]
+
+
+def n_entries(drafter: Drafter) -> int | None:
+    """Return the entries of a row in the cache that a drafter, or the main one of its parts, drafts over; None without
+    a cache."""
+    cache = getattr(drafter, "cache", None)
+    return cache.capacity if cache else n_entries(drafter.parts[0]) if drafter.parts else None
 
 
 def within(gammas: Sequence[int], drafter: Drafter) -> list[int]:
@@ -237,8 +248,7 @@ def _costs_of_kind(profiler: CostProfiler, same: Sequence[int], ms: Callable[[Ro
         every, refreshes = profiler.drafters[drafter].refresh_every, profiler.refreshes[drafter] or [plain_ms / 1e3]
         refresh_ms.append(1e3 * median_low(refreshes) / every if every else 0.0)
         resume_ms.append(max(ms(choice, "resume") for choice in choices))  # others drafted before some rounds only
-    # KV entries of a row; None without a cache.
-    sizes = [getattr(getattr(profiler.drafters[i], "cache", None), "capacity", None) for i in same]
+    sizes = [n_entries(profiler.drafters[i]) for i in same]
     by_size = {size: median(ms for ms, other in zip(draft_ms, sizes, strict=True) if other == size) for size in sizes}
     draft_ms = [ms if size is None else by_size[size] for ms, size in zip(draft_ms, sizes, strict=True)]
     other_ms = median(ms(choice, "other") for choice in first)

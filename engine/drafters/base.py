@@ -75,6 +75,11 @@ class Drafter(ABC):
     def follow(self, rows: Sequence[RowUpdate]) -> None:
         """Update state from these rows. Runs eagerly, never inside a CUDA graph."""
 
+    def follow_verified(self, rows: Sequence[RowUpdate]) -> None:
+        """Follow tokens of a verification, whose entries a drafter that is written through has already."""
+        if self.reads_current or not self.is_written_through:
+            self.follow(rows)
+
     @abstractmethod
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         """Draft `gamma` tokens to follow each row's current token; `gamma` is at most the drafter's.
@@ -121,6 +126,10 @@ class WrappingDrafter(Drafter):
     def follow(self, rows: Sequence[RowUpdate]) -> None:
         self.inner.follow(rows)
         self.skips_model, self.n_predicted = self.inner.skips_model, self.inner.n_predicted
+
+    def follow_verified(self, rows: Sequence[RowUpdate]) -> None:
+        follows = self.reads_current or not self.is_written_through
+        (self.follow if follows else self.inner.follow_verified)(rows)
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         return self.inner.propose(batch, verification, gamma)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-from common.errors import refuse
+from common.errors import flag, refuse
 from engine.batch import Batch
 from engine.drafters.base import Drafter, RowUpdate
 from engine.drafters.config import BuildInputs, DrafterConfig, Maker, Trait, Wrapper
@@ -81,6 +81,8 @@ class Hybrid(Wrapper):
 
     @classmethod
     def around(cls, draft: DrafterConfig, given: Mapping[str, Any], made: Maker) -> DrafterConfig:
+        if isinstance(draft, Wrapper):
+            refuse(f"{flag('text_drafts')} and {draft.ASKED_BY}", "both", "one of them", "the draft is wrapped already")
         if not isinstance(draft, ModelDrafterConfig):
             return draft
         kinds = text_kinds()
@@ -92,9 +94,6 @@ class Hybrid(Wrapper):
     @property
     def traits(self) -> Trait:
         return reduce(or_, (text.traits for text in self.texts), self.draft.traits)
-
-    def within(self, n_entries: int, gamma: int) -> Self:
-        return replace(self, draft=self.draft.within(n_entries, gamma))
 
     def options(self) -> dict[str, Any]:
         options: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -199,7 +200,8 @@ class DrafterConfig(ABC):
 class Wrapper(DrafterConfig):
     """Options of a draft that wraps a draft; gamma and its schedule are those given here.
 
-    ASKED_BY: the option, by flag, that asks for it."""
+    ASKED_BY: the option, by flag, that asks for it.
+    """
 
     ASKED_BY: ClassVar[str]
 
@@ -235,6 +237,9 @@ class Wrapper(DrafterConfig):
     def alternatives(self, prefix_len: int) -> Sequence[Self]:
         return [replace(self, draft=draft) for draft in self.draft.alternatives(prefix_len)]
 
+    def within(self, n_entries: int, gamma: int) -> Self:
+        return replace(self, draft=self.draft.within(n_entries, gamma))
+
     def ablated(self, has_weights: bool, has_budget: bool) -> Self:
         return replace(self, draft=self.draft.ablated(has_weights, has_budget))
 
@@ -269,9 +274,10 @@ class WrapperPlan(DraftPlan):
 
 
 def wrappers() -> list[type[Wrapper]]:
-    """Return every wrapper of the files of this folder."""
+    """Return every wrapper of the files of this folder, in the order of their names."""
     drafters()
-    return Wrapper.__subclasses__()
+    whole = [kind for kind in Wrapper.__subclasses__() if kind.__module__ in sys.modules]  # the others' files failed
+    return sorted(whole, key=lambda kind: kind.__module__)
 
 
 def require_gamma(gamma: int | Literal["auto"], least: int) -> None:

@@ -60,6 +60,10 @@ class Speculated(Drafter):
         for part in self.parts:
             part.follow(rows)
 
+    def follow_verified(self, rows: Sequence[RowUpdate]) -> None:
+        for part in self.parts:
+            part.follow_verified(rows)
+
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         most, rows = self._inner.gamma, torch.arange(len(batch.rows), device=batch.rows.device)[:, None]
         offset = torch.arange(most + 1, device=rows.device)
@@ -138,8 +142,12 @@ class Hierarchical(Wrapper):
         if draft.kind != SelfConfig.name:
             return draft
         if isinstance(draft, Wrapper):
-            _refuse_tokens(given["draft_of_draft"], draft.ASKED_BY)
+            where = f"{flag('draft_of_draft')} and {draft.ASKED_BY}"
+            refuse(where, "both", "one of them", "a draft has a draft, or is wrapped otherwise")
         return super().around(draft, given, made)
+
+    def within(self, n_entries: int, gamma: int) -> Self:
+        return self
 
     @property
     def inner(self) -> DrafterConfig:

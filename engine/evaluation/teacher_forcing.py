@@ -70,8 +70,6 @@ def forced_acceptance(
             RowUpdate(row, row, text[: end + reads_current], n + n_written, verified=range(n - start, end))
             for row, (text, n, end) in enumerate(ends)
         ]
-        for part in (drafter,) if reads_current else drafter.parts or (drafter,):
-            if reads_current or not part.is_written_through:
-                part.follow(updates)
+        drafter.follow_verified(updates)
     runner.cache.rollback(torch.tensor([len(prompt) for prompt in prompts], device=runner.device))
     return counts

@@ -247,8 +247,8 @@ struct Int8Products : Int8Words {
 
     // Rounds 2 * W numbers to 16 bits.
     static vec in_16_bits(vec first, vec second) {
-        const __m256i mixed = _mm256_packs_epi32((__m256i)nearest(first), (__m256i)nearest(second));
-        return (vec)_mm256_permute4x64_epi64(mixed, 0b11011000);
+        const __m256i by_halves = _mm256_packs_epi32((__m256i)nearest(first), (__m256i)nearest(second));
+        return (vec)_mm256_permute4x64_epi64(by_halves, 0b11011000);
     }
     template <int D>
     static void pack_query(const float* q, float* words, float& step, int32_t& taken_off) {

@@ -29,10 +29,11 @@ class PackedLinear(nn.Module):
         in_cpp = kernel_weight is not None
         self.is_packed_twice = in_cpp and packs_twice(weight.device, weight.dtype)
         in_onednn = not in_cpp or self.is_packed_twice
-        reorder = torch.ops.mkldnn._reorder_linear_weight
         bias_dtype = torch.float32 if in_cpp else weight.dtype
         bias = None if bias is None else bias.detach().to(bias_dtype, copy=True)
-        onednn_weight = reorder(weight.contiguous(), TYPICAL_ROWS) if in_onednn else None
+        onednn_weight = None
+        if in_onednn:
+            onednn_weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TYPICAL_ROWS)
         self.register_buffer("kernel_weight", kernel_weight, persistent=False)
         self.register_buffer("onednn_weight", onednn_weight, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
@@ -84,7 +85,8 @@ class PaddedLinear(PackedLinear):
         super().__init__(F.pad(weight.detach(), (0, self._padding, 0, missing)), bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.pad(x, (0, self._padding)))[..., : self._n_out].contiguous()
+        y = super().forward(F.pad(x, (0, self._padding)) if self._padding else x)
+        return y if self._n_out == self.d_out else y[..., : self._n_out].contiguous()
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
@@ -106,8 +108,10 @@ class PackedExperts(nn.Module):
 
 def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
     """True if the project or this PyTorch build has a packed kernel for weights of `dtype` on this processor."""
-    if torch.device(device).type != "cpu" or _in_cpp(dtype):
-        return torch.device(device).type == "cpu"
+    if torch.device(device).type != "cpu":
+        return False
+    if _in_cpp(dtype):
+        return True
     in_onednn = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return torch.backends.mkldnn.is_available() and in_onednn
 
@@ -121,7 +125,8 @@ def _in_cpp(dtype: torch.dtype) -> bool:
 
 def packs_twice(device: torch.device | str, dtype: torch.dtype) -> bool:
     """True if weights of `dtype` may be packed both for the project's kernel and for oneDNN, whose tiles are larger."""
-    return dtype == torch.bfloat16 and torch.device(device).type == "cpu" and torch.cpu._is_amx_tile_supported()
+    has_onednn = torch.device(device).type == "cpu" and torch.backends.mkldnn.is_available()
+    return dtype == torch.bfloat16 and has_onednn and torch.cpu._is_amx_tile_supported()
 
 
 def pack_linears(module: nn.Module) -> None:

@@ -138,10 +138,15 @@ def triton_kernels(device: str, bits: int) -> Any:
     a note if they are wrong."""
     if missing_launcher():
         return None
-    from models.kernels import triton_int4, triton_quantize
+    trial: Callable[[], str | None]
+    if bits == 8:
+        from models.kernels import triton_quantize as kernels
 
-    in_8_bits = triton_quantize, partial(triton_quantize.difference, device)
-    kernels, trial = in_8_bits if bits == 8 else (triton_int4, partial(int4_difference, device, triton_int4))
+        trial = partial(kernels.difference, device)
+    else:
+        from models.kernels import triton_int4 as kernels  # type: ignore[no-redef]
+
+        trial = partial(int4_difference, device, kernels)
     return kernels if works(trial, f"multiplies weights in {bits} bits") else None
 
 

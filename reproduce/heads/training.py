@@ -28,7 +28,7 @@ TrainedHead: TypeAlias = EagleHead | DFlashHead
 DECAY, CLIP = 0.8, 1.0
 # Steps in which the learning rate rises, and seconds between checkpoints.
 WARM_UP, SAVE_SECONDS = 20, 60.0
-# Held-out windows that are measured with every checkpoint, and the step like in which they are: its blocks are long.
+# Held-out windows that are measured with every checkpoint, with the blocks of this step, which are long.
 MEASURED, MEASURED_STEP = 8, 2
 CHECKPOINT = "checkpoint.pt"
 

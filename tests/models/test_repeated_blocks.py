@@ -152,12 +152,17 @@ def other_weights(model: Transformer) -> None:
     model.layers[2].feed_forward.w2 = packed_model(scheme="int4").layers[2].feed_forward.w2
 
 
+def hooked(model: Transformer) -> None:
+    for layer in model.layers:
+        layer.attention.wo.register_forward_hook(lambda module, given, result: result.mul_(2))
+
+
 def in_pytorch(model: Transformer) -> None:
     for layer in model.layers:
         layer.attention.wo = torch.nn.Linear(128, 128, dtype=DTYPE)
 
 
-@pytest.mark.parametrize("change", [other_weights, in_pytorch])
+@pytest.mark.parametrize("change", [other_weights, hooked, in_pytorch])
 def test_models_of_other_blocks_are_refused(called, change):
     model = packed_model()
     change(model)

@@ -92,7 +92,7 @@ def rehearsed(timed: dict[Choice, Any], rates: list[Any], refresh: list[int], si
     """A profiler of drafters that take 9 ms to choose entries anew, every so many rounds, and have so many entries."""
     pairs = zip(refresh, sizes, strict=True)
     caches = [(n, SimpleNamespace(capacity=size)) for n, size in pairs]
-    drafters = [SimpleNamespace(refresh_every=n, skips_model=None, cache=cache) for n, cache in caches]
+    drafters = [SimpleNamespace(refresh_every=n, skips_model=None, cache=cache, parts=()) for n, cache in caches]
     seen = [[0.009] if n else [] for n in refresh]
     return SimpleNamespace(timed=timed, acceptance=rates, drafters=drafters, refreshes=seen)
 

@@ -99,6 +99,15 @@ def test_a_padded_vocabulary_costs_no_token(vocab_size, mode, temperature):
     assert max(token for *_, drafts, _ in seen for token in drafts) < min(vocab_size, TINY.vocab_size)
 
 
+@pytest.mark.parametrize("mode,temperature", [("greedy", 0.0), ("coupled", 1.0)])
+def test_a_draft_whose_logits_are_not_finite_costs_no_token(mode, temperature):
+    target, prompts, drafter = tiny_model(), random_prompts(LENGTHS), standalone(TINY, 4)
+    drafter._runner.model.norm.weight.data.fill_(torch.nan)
+    sampling, runner = SamplingParams(temperature, seed=2), ModelRunner(target, full_cache(target, 4))
+    out = generate(runner, prompts, max_new_tokens=6, drafter=drafter, sampling=sampling, verification=mode)
+    assert out.tokens == recomputed(target, prompts, 6, sampling)
+
+
 # Of each row: how long its prompt is, and how many tokens of its text it is after; the third one is not.
 PROMPTS, LAGS = [17, 30, 9, 1], [9, 2, 0, 9]
 

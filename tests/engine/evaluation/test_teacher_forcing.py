@@ -1,7 +1,12 @@
 """Acceptance on a given text, against a recomputation that knows no cache of the target's and no rounds in a batch."""
 
+import pytest
+
 from engine import ModelRunner, StandaloneDraft
+from engine.drafters.base import WrappingDrafter
 from engine.evaluation.teacher_forcing import forced_acceptance
+from tests.support.drafters import Drafters
+from tests.support.policies import Size
 from tests.support.tiny import continue_by_recomputing, full_cache, random_prompts, tiny_model
 
 GAMMA, N_TOKEN = 2, 13
@@ -34,3 +39,22 @@ def test_another_models_drafts_are_verified_behind_the_books_tokens():
     found = [(row.verified, row.accepted) for row in forced_acceptance(runner, drafter, PROMPTS, BOOK)]
     assert found == wanted
     assert 0 < sum(accepted for _, accepted in wanted) < sum(verified for verified, _ in wanted)
+
+
+@pytest.mark.parametrize(
+    "name", ["streaming", "standalone, full", "suffix", "combined, streaming", "speculated, ngram"]
+)
+def test_a_wrapped_draft_is_accepted_as_it_is(name):
+    """Also one that reads the current token, or has a draft that verifications do not write to."""
+    books = [(book[:3] * 9)[:24] for book in BOOK]  # repeated, so that guesses from text are accepted, too
+
+    def found(wraps: bool) -> list[tuple[int, int]]:
+        model = tiny_model()
+        runner = ModelRunner(model, full_cache(model, 3))
+        size = Size(3, runner.cache.capacity, n_kept=1, window=7, dtype=runner.cache.keys.dtype)
+        drafter = Drafters(runner, GAMMA, size)(name)
+        drafter = WrappingDrafter(drafter) if wraps else drafter
+        return [(row.verified, row.accepted) for row in forced_acceptance(runner, drafter, PROMPTS, books)]
+
+    assert found(wraps=True) == found(wraps=False)
+    assert sum(verified for verified, _ in found(wraps=True)) > 0

@@ -65,11 +65,12 @@ def test_builds_are_right(name, build):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
-@pytest.mark.parametrize("flag", ["-DNATIVE", "-DAMX", "-DWIDENED"])
-def test_the_linear_kernel_compiles_for_cpus_with_avx512(flag: str) -> None:
+@pytest.mark.parametrize("name", ["attention", "linear", "pointwise"])
+@pytest.mark.parametrize("flag", ["-march=skylake-avx512", "-DNATIVE", "-DAMX", "-DWIDENED"])
+def test_kernels_compile_for_cpus_with_avx512(name: str, flag: str) -> None:
     """This CPU may lack the instructions."""
     command = ["g++", *cpp_build.COMPILE, "-march=sapphirerapids", flag, "-fsyntax-only"]
-    source = cpp_build.KERNELS["linear"].source
+    source = cpp_build.KERNELS[name].source
     assert subprocess.run([*command, str(source)], cwd=cpp_build.ROOT, capture_output=True).returncode == 0
 
 
