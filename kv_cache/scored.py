@@ -41,7 +41,7 @@ class ScoredKVCache(RingKVCache):
     def selected(self, kept: Tensor, prompt: PromptEntries) -> Tensor:
         scores, n_kv_head, n_older = self._score(prompt), self.entries.shape[3], prompt.length - self.window
         if scores.shape not in ((n_kv_head, prompt.length), (n_kv_head, n_older)):
-            what, fix = "a policy's scores are not one for each entry", "score each key of each head"
+            what, fix = "a policy's scores are not one for each KV head and entry", "score each key of each head"
             required = f"[n_kv_head, length] = {n_kv_head, prompt.length}"
             refuse(self._score.__qualname__, tuple(scores.shape), required, what, fix)
         chosen = scores[:, :n_older].topk(self.n_fixed, dim=1).indices.sort(dim=1).values

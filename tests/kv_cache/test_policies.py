@@ -105,7 +105,7 @@ def test_scores_of_another_shape_are_refused_before_a_run(score):
         def score(self, prompt):
             return score(prompt.keys)
 
-    with pytest.raises(ConfigError, match="not one for each entry"):
+    with pytest.raises(ConfigError, match="not one for each KV head"):
         OtherShape(24, 8).check()
 
 
