@@ -128,8 +128,10 @@ class WrappingDrafter(Drafter):
         self.skips_model, self.n_predicted = self.inner.skips_model, self.inner.n_predicted
 
     def follow_verified(self, rows: Sequence[RowUpdate]) -> None:
-        follows = self.reads_current or not self.is_written_through
-        (self.follow if follows else self.inner.follow_verified)(rows)
+        if self.reads_current or not self.is_written_through:
+            self.follow(rows)
+        else:
+            self.inner.follow_verified(rows)
 
     def propose(self, batch: Batch, verification: Verification, gamma: int) -> Drafts:
         return self.inner.propose(batch, verification, gamma)

@@ -91,8 +91,8 @@ class PaddedLinear(PackedLinear):
 
 def packed_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     """Return the layer for `weight [d_out, d_in]`, padded if a kernel multiplies its dtype but not its shape."""
-    is_whole = not any(size % linear_cpp.BLOCK for size in weight.shape)
-    return (PackedLinear if is_whole or not _in_cpp(weight.dtype) else PaddedLinear)(weight, bias)
+    needs_padding = _in_cpp(weight.dtype) and not linear_cpp.takes_shape(weight.shape)
+    return PaddedLinear(weight, bias) if needs_padding else PackedLinear(weight, bias)
 
 
 class PackedExperts(nn.Module):

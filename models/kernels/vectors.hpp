@@ -51,7 +51,7 @@ inline vec load(const bfloat16* p) {
     std::memcpy(&bits, p, sizeof bits);
     return (vec)(__builtin_convertvector(bits, uvec) << 16);
 }
-// The first and the second numbers of words of two.
+// Return the first, or the second, bfloat16 of each word, as float32.
 inline vec lower_bfloat16(uvec words) { return (vec)(words << 16); }
 inline vec upper_bfloat16(uvec words) { return (vec)(words & 0xffff0000); }
 // Loads a word into all lanes.
