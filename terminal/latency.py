@@ -55,7 +55,7 @@ class Targets(PositionalTarget):
     def each(self) -> Iterator[Target]:
         for model in self.model or (DEFAULT_MODEL,):
             for scheme in dict.fromkeys((None, *self.quantize)):
-                yield Target(**vars(self) | {"model": model, "quantize": scheme})
+                yield PositionalTarget(**vars(self) | {"model": model, "quantize": scheme})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Flags and plans of subcommands: TARGET and DRAFT, how both are stored, how drafts are made, and sampling."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar
@@ -7,11 +8,12 @@ from typing import Annotated, Any, ClassVar
 from tyro.conf import Positional, arg
 
 from bench.config import DEFAULT_MODEL, RunConfig, Sampling, Target
-from bench.draft_flags import DraftFlags
+from bench.draft_flags import NAME, DraftFlags
 from bench.plan import Plan, PromptText, resolve
 from common.errors import flag, refuse
 from common.say import say
-from engine.drafters.config import Trait, require_gamma
+from engine.drafters.config import Trait, drafters, require_gamma
+from models.checkpoints.model_source import ModelSource
 
 TARGET: Any = arg(metavar="[TARGET]", help_behavior_hint="(default: the built-in model)")
 SECOND: Any = arg(metavar="[DRAFT]", help_behavior_hint="(default: self)")
@@ -23,6 +25,13 @@ class PositionalTarget(Target):
 
     model: Positional[Annotated[str, TARGET]] = DEFAULT_MODEL
     """the target's converted checkpoint: its model.pth, or its folder"""
+
+    def source(self) -> ModelSource:
+        name = NAME.fullmatch(self.model)
+        if name and name[2] in drafters() and not os.path.exists(self.model):
+            what, fix = "a draft is named in the target's place", f"use {flag('draft')} {self.model}"
+            refuse("model", self.model, "a converted checkpoint", what, fix)
+        return super().source()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,8 @@ REFUSALS = [
     (LONGSPEC, "--model other_words", ConfigError, "other_words"),
     (LONGSPEC, "--draft_policy verify_topk", ConfigError, "--draft_policy"),
     (COMPARE, "checkpoint nowhere", ConfigError, "--draft"),
+    (COMPARE, "self", ConfigError, "TARGET"),
+    (LATENCY, "suffix+self@3", ConfigError, "TARGET"),
     (LATENCY, "checkpoint --length 0", ConfigError, "--length"),
     (EVAL, "checkpoint --load_format dummy --save rows.jsonl", ConfigError, "--load_format"),
     (SERVE, "--model nowhere", CheckpointError, "--model"),
