@@ -141,7 +141,8 @@ def candidates(drafts: Sequence[DrafterConfig], target: PlannedTarget, ablate: b
         plans = [plan for n, plan in enumerate(plans) if plan.record() not in [each.record() for each in plans[:n]]]
         if len(plans) < 2:
             required = "a draft over a cache, with cheaper weights or fewer entries than the target"
-            refuse("ablate", " ".join(kinds) or "no draft", required, "there is nothing to ablate")
+            what, fix = "there is nothing to ablate", f"leave out {flag('ablate')}"
+            refuse("ablate", " ".join(kinds) or "no draft", required, what, fix)
         return tuple(plans)
     plans = [each.plan(target) for draft in drafts for each in draft.alternatives(target.prefix_len)]
     plans.sort(key=lambda plan: (kinds.index(plan.config.kind), -plan.capacity))
