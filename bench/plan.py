@@ -27,6 +27,8 @@ from models.tensor_parallel import check_count
 
 # The assumed length of a prompt while requests are not known; at most a quarter of a row.
 TYPICAL_PROMPT = 2048
+# The least tokens of a prompt and its answer that a row has room for while requests are not known.
+LEAST_ROOM = 32
 # A prompt: a text, or its token ids.
 PromptText = str | Sequence[int]
 
@@ -227,7 +229,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
     plan = plan.with_drafts(*config.drafts)
     if max_length is None:
         return plan.sized()
-    require_at_least("max_length", capacity, plan.gamma + 4)
+    require_at_least("max_length", capacity, LEAST_ROOM + plan.gamma + 1)
     return replace(plan, target=replace(plan.target, gen_len=capacity - prefix_len - plan.gamma - 1))
 
 

@@ -85,8 +85,8 @@ def test_an_interrupted_answer_ends_alone(chat: Chat, alone: Alone, monkeypatch:
     assert whole.startswith(cut) and 0 < len(cut) < len(whole)
 
 
-@pytest.mark.parametrize("flags", ["oracle", "--gamma auto", "--draft_budget auto"])
-def test_what_an_answer_cannot_draft_by_is_refused(chat: Chat, flags: str) -> None:
+@pytest.mark.parametrize("flags", ["oracle", "--gamma auto", "--draft_budget auto", "--context 20"])
+def test_what_gives_no_answer_is_refused(chat: Chat, flags: str) -> None:
     field = "--draft" if flags == "oracle" else flags.split()[0]
     assert f"where:    {field}\n" in chat("Hello", flags=f"{flags} --device cpu").refusal
 
