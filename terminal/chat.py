@@ -41,7 +41,9 @@ class Chat(ModelFlags):
         require_at_least("gen_len", self.gen_len, 1)
         config = self.config()
         template = config.target.with_text().chat_template()
-        session = Session.of_plan(plan_of(config, self.context))
+        session = Session.of_plan(plan := plan_of(config, self.context))
+        capacity = plan.target.capacity
+        longest = "--context" if capacity < plan.target.source.config.max_context else "the model's context"
         drafter = session.drafter()
         begin: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         messages, ids = begin, count()  # every request has a new id, since drafts may keep what a request drew
@@ -55,14 +57,13 @@ class Chat(ModelFlags):
             elif line:
                 question = [*messages, {"role": "user", "content": line}]
                 prompt = template.encode(question, {"enable_thinking": False} if self.no_thinking else {})
-                room = session.plan.target.capacity - len(prompt) - session.plan.gamma - 1
+                room = capacity - len(prompt) - plan.gamma - 1
                 if room < 1:
-                    limit = f"{session.plan.target.capacity} tokens"
-                    say(f"  no room for that in {limit}: {RESET} begins anew, --context has more")
+                    say(f"  no room for that in the {capacity} tokens of {longest}: {RESET} begins anew")
                     continue
-                ends, params = session.plan.target.source.end_tokens, session.plan.sampling
+                ends, params = plan.target.source.end_tokens, plan.sampling
                 request = Request(prompt, min(self.gen_len, room), ends, params, id=next(ids))
-                answer = _answer(session, drafter, request)
+                answer = _answer(session, drafter, request, "--gen_len" if self.gen_len <= room else longest)
                 messages = [*question, {"role": "assistant", "content": answer}]
 
 
@@ -76,10 +77,10 @@ def plan_of(config: RunConfig, context: int) -> Plan:
     return plan
 
 
-def _answer(session: Session, drafter: Drafter, request: Request) -> str:
+def _answer(session: Session, drafter: Drafter, request: Request, cut_by: str) -> str:
     """Write and return the answer as it grows, until Ctrl-C; then write what speculation did.
 
-    Errors: UserError for logits that are not finite.
+    cut_by: what limits its length. Errors: UserError for logits that are not finite.
     """
     assert session.tokenizer is not None
     stream, text, seconds = TextStream(session.tokenizer), "", 0.0
@@ -103,13 +104,14 @@ def _answer(session: Session, drafter: Drafter, request: Request) -> str:
     print(flush=True)
     if request.error:
         raise not_finite("the answer", request.error)
-    say(f"  {_figures(request, seconds)}")
+    say(f"  {_figures(request, seconds, cut_by)}")
     return text
 
 
-def _figures(request: Request, seconds: float) -> str:
+def _figures(request: Request, seconds: float, cut_by: str) -> str:
     counts = request.counts
-    why = {None: ", cancelled", "length": f", cut at {request.limit} tokens"}.get(request.finish_reason, "")
+    cut = f", cut at {request.limit} tokens by {cut_by}"
+    why = {None: ", cancelled", "length": cut}.get(request.finish_reason, "")
     if not counts.emitted:
         return f"no round was needed{why}"
     rate = "nothing was drafted" if counts.acceptance_rate is None else f"acceptance rate {counts.acceptance_rate:.3f}"

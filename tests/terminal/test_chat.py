@@ -96,4 +96,4 @@ def test_a_full_conversation_is_refused_with_a_note(chat: Chat, alone: Alone) ->
     ended = chat("Hello", "x" * 60, "/reste", "/reset", "Hello", flags=f"{FLAGS} --context 80")
     whole = printable(continued(alone, ("user", "Hello")))
     assert ended.code == 0 and ended.err.count("no room") == 1 and "no command /reste" in ended.err
-    assert ended.out == f"{whole}\n{whole}\n"
+    assert ended.out == f"{whole}\n{whole}\n" and ended.err.count("cut at 24 tokens by --gen_len") == 2
