@@ -90,8 +90,7 @@ def _failure_of(error: Exception) -> Failure:
         return Failure(422, "validation", f"body: no JSON: {wrong['ctx']['error']} at character {wrong['loc'][1]}")
     says, code = wrong["msg"].removeprefix("Value error, "), CODES.get(wrong["type"])
     if wrong["type"] == "extra_forbidden":
-        is_second = field == ["max_tokens"]  # all routes have this field, unless its other name is given
-        says = "means max_completion_tokens, which is given too" if is_second else "is not supported by this server"
+        says = "is not supported by this server"
         if values := NEUTRAL.get(field[-1]):
             says = f"is not supported, but for {' or '.join(map(json.dumps, values))}"
     elif isinstance(wrong["input"], str | int | float):

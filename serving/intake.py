@@ -69,7 +69,7 @@ class Intake:
         limits, within, n_ids = self.limits, spec.WITHIN, self._n_ids
         n_new, n_stops, highest = spec.max_tokens or 0, len(spec.stop), max(spec.logit_bias, default=0)
         most, most_stops = min(limits.max_new_tokens, self.max_total - 1), limits.max_stop_sequences
-        require(n_new <= most, spec.LENGTH, f"is {n_new}; this server gives {most}")
+        require(n_new <= most, spec.length_field, f"is {n_new}; this server gives {most}")
         require(n_stops <= most_stops, f"{within}stop", f"has {n_stops} strings; this server takes {most_stops}")
         is_allowed = spec.speculate or not limits.no_plain_requests
         require(is_allowed, f"{within}speculate", "is false; this server has no plain rounds on demand")
@@ -98,7 +98,8 @@ class Intake:
         require(highest < n_ids, spec.PROMPT, f"has the token id {highest}; those of this model are below {n_ids}")
         longest = min(room, self._longest, spec.DEFAULT_LENGTH)
         limit, least = longest if spec.max_tokens is None else spec.max_tokens, spec.min_tokens
-        require(limit <= room, spec.LENGTH, f"is {limit}; after {n} prompt tokens there is room for {room}", TOO_LONG)
+        says = f"is {limit}; after {n} prompt tokens there is room for {room}"
+        require(limit <= room, spec.length_field, says, TOO_LONG)
         require(least <= limit, f"{spec.WITHIN}min_tokens", f"is {least}; the answer has at most {limit} tokens")
         return limit
 

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import pydantic
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import from_json, to_json
 
 from common.errors import flag, refuse
 from engine.sampling.distribution import MAX_TEMPERATURE, MIN_TEMPERATURE, MOST_BANS, SamplingParams
 from models.checkpoints.model_source import ModelSource
+from serving.answers import require
 
 # Drawn seeds are exact in every language; JavaScript's whole numbers end at 2**53.
 DRAWN_SEEDS = 2**32
@@ -23,7 +24,6 @@ EDITS = "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bi
 # Keys of generation_config.json that give fields of requests their defaults, as in vLLM, and the fields.
 RECOMMENDED = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 RECOMMENDED["max_new_tokens"] = "max_tokens"
-LENGTHS = AliasChoices("max_completion_tokens", "max_tokens")
 # Fields of messages that chat templates read as they are.
 AS_GIVEN = {"name", "tool_calls", "tool_call_id", "reasoning_content"}
 # Fields that some clients always send, on routes that lack them, with their values that have no effect.
@@ -149,6 +149,11 @@ class GenerationSpec(Body):
     stop: Stop = []  # strings; OpenAI's text ends before a stop string, text-generation-inference's after it
     speculate: Switch = True  # false: plain rounds for all requests while this one runs, unless `--no_plain_requests`
     grammar: Constraint = None  # `{"type": "json", "value": SCHEMA}`, or `"regex"` with a regular expression
+
+    @property
+    def length_field(self) -> str:
+        """The name of the field that gives the most new tokens, in errors."""
+        return "max_completion_tokens" if "max_completion_tokens" in self.model_fields_set else self.LENGTH
 
     @property
     def samples(self) -> bool:
@@ -304,10 +309,11 @@ class Message(Body):
 class ChatCompletion(OpenAISpec):
     """The body of /v1/chat/completions."""
 
-    PROMPT, LENGTH = "messages", "max_completion_tokens"
+    PROMPT, LENGTH = "messages", "max_tokens"
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # roles: also developer (system) and tool
-    max_tokens: Annotated[Count | None, Field(validation_alias=LENGTHS)] = None  # default: what fits
+    max_completion_tokens: Count | None = None  # default: what fits
+    max_tokens: Count | None = None  # its earlier name
     logprobs: Switch = False  # of the chosen tokens
     top_logprobs: Likeliest = 0  # of the likeliest, with `logprobs`
     prediction: Prediction | None = None  # a text like the answer, which `suffix` drafters read
@@ -315,6 +321,13 @@ class ChatCompletion(OpenAISpec):
     tools: Annotated[list[Tool], Field(fail_fast=True)] = []  # functions that the answer may call
     tool_choice: Literal["none", "auto", "required"] | Tool = "auto"  # none: tools are hidden; required: a call
     parallel_tool_calls: Switch = True  # false: only the first call of an answer counts
+
+    @model_validator(mode="after")
+    def _take_length(self) -> Self:
+        is_one = None in (self.max_tokens, self.max_completion_tokens)
+        require(is_one, "max_tokens", "means max_completion_tokens, which is given too")
+        self.max_tokens = self.max_tokens or self.max_completion_tokens
+        return self
 
     def calls(self) -> Calls:
         choice = self.tool_choice

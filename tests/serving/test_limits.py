@@ -106,7 +106,9 @@ def of_tgi(**parameters: Any) -> tuple[str, dict[str, Any]]:
         ),
         ((CHATS, CHAT | {"chat_template_kwargs": {"a": "\ud800"}}), "chat_template_kwargs"),
         ((CHATS, {"messages": [{"role": "assistant", "tool_calls": [called("f", "[1]")]}]}), CALLED),
-        ((CHATS, {"messages": MESSAGES, "max_tokens": 9}), "max_completion_tokens"),
+        ((CHATS, {"messages": MESSAGES, "max_tokens": 9}), "max_tokens"),
+        ((CHATS, {"messages": MESSAGES, "max_completion_tokens": 9}), "max_completion_tokens"),
+        ((CHATS, CHAT | {"max_completion_tokens": 2}), "max_tokens"),
     ],
 )
 def test_wrong_values_are_refused_by_name(strict: Served, request_, field):
