@@ -80,7 +80,7 @@ class Http:
             family, *_ = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)[0]
             is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: is for IPv4, too
             return socket.create_server((self.host, self.port), family=family, dualstack_ipv6=is_dual)
-        except (OSError, UnicodeError, OverflowError) as error:
+        except (OSError, UnicodeError) as error:
             what, seen = "the server cannot listen there", f"{self.host}, {self.port}: {error}"
             if isinstance(error, socket.gaierror | UnicodeError) or getattr(error, "errno", 0) == errno.EADDRNOTAVAIL:
                 refuse("host", seen, "an address of this machine", what, f"leave out {flag('host')}")
@@ -124,6 +124,7 @@ class Serve:
         for name, value in values.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 require_at_least(name, value, least.get(name, 1))
+        require_at_least("port", self.http.port, 0, 65535)
         self.target.require_trained()
         if self.ranks.data_parallel != 1:
             what, fix = "a server has one copy of the model", "start a server for every replica"
