@@ -57,6 +57,7 @@ class DraftOptions:
     """The draft."""
 
     DEFAULT: ClassVar[str] = "self"
+    USUAL: ClassVar[Mapping[str, Any]] = {}  # the program's gamma, unless a flag or a name gives one or a schedule
 
     n_sink: Given[int] = None
     """streaming, verify_topk, retrieval: attention sinks in the budget (default: 4)"""
@@ -129,8 +130,8 @@ class DraftOptions:
         """
         given, known = self.given(), type(self).__dataclass_fields__
         named = parse_draft(given.pop("draft", self.DEFAULT), is_whole="draft_model" not in known)
-        if {"gamma", "gamma_schedule"} & named.keys() and given.get("gamma") == getattr(type(self), "gamma", None):
-            given.pop("gamma", None)  # a program's default, such as the server's
+        if not {"gamma", "gamma_schedule"} & {*named, *given}:
+            given |= self.USUAL
         twice = [name for name in named if given.get(name, named[name]) != named[name]]
         if twice and given.get("gamma") != 0:  # 0 turns any draft off
             what = f"{flag('draft')} names another {twice[0]}"

@@ -17,13 +17,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tyro.conf import arg
 
 from bench.config import RankOptions, RunConfig, Sampling, Target
-from bench.draft_flags import DraftFlags
+from bench.draft_flags import DraftFlags, Given
 from bench.session import Session
 from common.errors import flag, refuse, require_at_least
 from common.jsonl import require_appendable
 from common.process import is_leader, world_size
 from common.say import say
-from engine.drafters.config import Trait
+from engine.drafters.config import AUTO, Trait
 from serving.answers import Failure
 from serving.app import error_response, make_app
 from serving.intake import Intake, Limits
@@ -43,10 +43,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class ServedDraft(DraftFlags):
     """The draft: its kind, storage and length."""
 
-    gamma: int | Literal["auto"] = "auto"
-    """tokens drafted per round; auto: 0 to 6, what pays best by the costs measured when the server starts and the
-    acceptance seen so far, chosen before every round, unless --draft names a length; 0: plain decoding"""
-    draft_ranks: tuple[int, ...] | None = None
+    USUAL: ClassVar[Mapping[str, Any]] = {"gamma": AUTO}
+
+    gamma: Given[int | Literal["auto"]] = None
+    """tokens drafted per round; auto, the default unless --draft names a length: 0 to 6, what pays best by the costs
+    measured when the server starts and the acceptance seen so far, chosen before every round; 0: plain decoding"""
+    draft_ranks: Given[tuple[int, ...]] = None
     """standalone: ranks that share the draft (default: those of --rank_group)"""
 
 

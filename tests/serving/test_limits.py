@@ -220,7 +220,8 @@ def test_other_names_lead_nowhere_without_a_key(served: Served):
 
 
 IMPOSSIBLE = ["--api_key=", "--port 99999", "--prefill_tokens 0", "--request_seconds nan", "--data_parallel 2"]
-IMPOSSIBLE += ["--draft oracle", "--text_drafts suffix --keep_answers 9 --no_prefix_reuse"]
+IMPOSSIBLE += ["--gamma auto --draft self@3", "--draft oracle"]
+IMPOSSIBLE += ["--text_drafts suffix --keep_answers 9 --no_prefix_reuse"]
 
 
 @pytest.mark.parametrize("words", [*IMPOSSIBLE, "--draft suffix --keep_answers -1"])
