@@ -20,6 +20,7 @@ from typing import Annotated, Any, NamedTuple
 from tyro.conf import Positional, arg
 
 import bench
+from bench.draft_flags import Given
 from common import cli
 from common.checkout import ROOT
 from common.errors import DataError, refuse
@@ -49,16 +50,18 @@ MARKERS, PANEL_INCHES, LEGEND_INCHES = "osD^vP*X<>hd", (3.4, 2.7), 0.2
 FORMATS = ("pdf", "svg", "png")
 # An axis is broken if no value is below this share of the largest.
 BROKEN_ABOVE = 0.5
+BARS = "bars: range of repeats, or 95% interval over rows"
 FIGURES = str(ROOT / "reproduction" / "figures")
 
 
 @dataclass(frozen=True)
 class Flags:
     records: Positional[tuple[str, ...]]  # files of JSON lines
-    x: str | None = None  # number to draw over, such as prefix_len or gamma; by default the setting that varies most
+    x: Given[str] = None  # number to draw over, such as prefix_len or gamma; by default the setting that varies most
     y: tuple[str, ...] = MEASURED  # numbers to draw, each in a row of panels
     where: tuple[str, ...] = ()  # NAME=V1,V2: rows to draw; none stands for what a row lacks
-    lines: tuple[str, ...] = ()  # settings that tell lines apart (default: all that vary); others count as repeats
+    lines: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: all that vary)")] = ()
+    """settings that tell lines apart; others count as repeats"""
     facet: str | None = None  # setting with a column of panels for each value
     figures: Annotated[str, arg(aliases=["--output"])] = FIGURES  # folder for the figure, or a file such as figure.svg
 
@@ -184,7 +187,10 @@ def save(panels: Mapping[str, Mapping[Any, Lines]], x: str, facet: str | None, f
             set_limits(row)
         for axes, value in zip(grid[0], columns, strict=True):
             axes.set_title(f"{facet} {value}" if facet else "")
-        figure.legend(handles.values(), handles, loc="outside lower center", ncols=n_columns, frameon=False)
+        points = [p for lines in every for line in lines.values() for p in line if p.x is not None]
+        title = BARS if any(p.low < p.high for p in points) else None
+        how = {"loc": "outside lower center", "ncols": n_columns, "frameon": False, "title": title}
+        figure.legend(handles.values(), handles, **how)
         try:
             for file in files:
                 file.parent.mkdir(parents=True, exist_ok=True)

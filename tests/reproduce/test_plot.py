@@ -71,11 +71,12 @@ def test_bars_are_the_range_of_repeats_or_an_interval_over_rows():
 def test_what_has_no_number_is_left_out_and_counted(draw, tmp_path: Path):
     """A row of a sweep is its record; a failed cell has none."""
     lines = [record(8, None), {"status": "ok", "record": record(1, 1.5)}, {"status": "failed", "record": None}]
-    ended = draw([*lines, record(2, 2.0)])
+    ended = draw([*lines, record(2, 2.0, speedups=[1.9, 2.1])])
     assert ended.code == 0, ended.err
     assert "speedup over B: 2 of 3 rows" in ended.out and "per_second over B: 3 of 3" in ended.out
     for kind in ("png", "svg", "pdf"):
         assert (tmp_path / "figures" / f"own.{kind}").stat().st_size
+    assert "range of repeats" in (tmp_path / "figures/own.svg").read_text()
 
 
 @pytest.mark.parametrize(
