@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from tyro.conf import Suppress, arg
 
-from bench.draft_flags import DraftFlags, ModelDraft
+from bench.draft_flags import DraftFlags, Given, ModelDraft
 from common.errors import ConfigError, flag, refuse, require_at_least
 from common.jsonl import require_appendable
 from engine.drafters.config import AUTO, DrafterConfig
@@ -102,7 +102,7 @@ class Sizes:
 
     B: BatchSize = 8
     """rows decoded together"""
-    prefix_len: int | None = None
+    prefix_len: Given[int] = None
     """prompt tokens per row; if left out, benchmarks take 6000"""
     gen_len: int = 64
     """new tokens per row"""
@@ -116,10 +116,10 @@ class Rows:
     """your prompts, whole and of any lengths, in place of stretches of a data set: a .txt file, a folder of them,
     a .jsonl or .parquet file with `prompt`, `turns` or `context` in each row, or a known set (spec-bench,
     speed-bench/SPLIT)"""
-    num_prompts: int | None = None
+    num_prompts: Given[int] = None
     """prompts in all, at least B, which is the default (with --data_parallel, B of each replica)"""
     stop_at_eos: bool = False
-    """end a row at the model's end token (default: fixed length)"""
+    """end a row at the model's end token; without it, rows have a fixed length"""
     save_rows: str | None = None
     """append each row to this file as it finishes: its tokens survive a run that does not"""
     chat: bool = False
@@ -149,7 +149,7 @@ class Sampling:
     """divides positive logits of tokens of prompt and answer, and multiplies negative ones; 1 changes nothing"""
     min_tokens: int = 0
     """with --stop_at_eos: no end token among the first tokens of a row"""
-    seed: int | None = None
+    seed: Given[int] = None
     """key of the random numbers (default: 0)"""
     verification: Literal["auto", "greedy", "rejection", "coupled"] = "auto"
     """rejection: speculative sampling, the target's distribution; coupled: the samples of plain decoding in that mode,
@@ -180,7 +180,7 @@ class RankOptions:
 
     data_parallel: int = 1
     """replicas of both models, each on an equal share of the ranks: prompts are divided over them, and B is of each"""
-    rank_group: tuple[int, ...] | None = None
+    rank_group: Given[tuple[int, ...]] = None
     """ranks that share the target, in shard order; of a replica, numbered from 0 (default: all)"""
     check_ranks: bool = False
     """compare all bytes of the weights at the start, and a digest each round; stop if any rank differs"""

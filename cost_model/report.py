@@ -11,7 +11,7 @@ from tyro.conf import arg
 
 from bench.auto.costs import MS_OF_ROUNDS, Costs, tokens_per_round
 from bench.config import AUTO, Output, Target
-from bench.draft_flags import BUDGETED
+from bench.draft_flags import BUDGETED, Given
 from bench.record import rounded
 from common.errors import flag, refuse, require_at_least
 from common.jsonl import publish, read_lines, require_appendable
@@ -73,8 +73,8 @@ class CostFlags:
     policies: tuple[BudgetedName, ...] = ("streaming", "snapkv")  # of the draft
     budgets: tuple[int, ...] = (64, 128, 256, 512)  # KV entries of the draft
     gammas: tuple[int, ...] = (1, 2, 3, 4, 6)  # tokens drafted per round
-    alpha: float | None = None  # acceptance rate of every draft (default: the published or the measured rates)
-    draft_layers: str | None = None  # the self-draft's layers, such as 0-15 (default: all)
+    alpha: Given[float] = None  # acceptance rate of every draft (default: the published or the measured rates)
+    draft_layers: Given[str] = None  # the self-draft's layers, such as 0-15 (default: all)
     draft_dtype: Literal["same"] | Dtype = "same"  # same: the target's
     draft_weights: Literal["same"] | Scheme = "same"  # linear layers in 8 or 4 bits
     draft_kv_dtype: Literal["same"] | KVDtype = "same"  # entries of the draft's KV cache

@@ -19,12 +19,13 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from timeit import timeit
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from tyro.conf import arg
 
 from bench import memory, passes
 from bench.config import Output, SelfSpecFlags
@@ -187,7 +188,7 @@ Name: Any = Literal[tuple(CELLS)]
 
 @dataclass(frozen=True)
 class Flags(Output):
-    cells: tuple[Name, ...] = ()  # cells to measure (default: all)
+    cells: Annotated[tuple[Name, ...], arg(help_behavior_hint="(default: all)")] = ()  # cells to measure
 
 
 def measure(cells: Mapping[str, Mapping[str, Any]], device: str, output: str | None) -> int:

@@ -115,6 +115,7 @@ def test_a_misspelt_word_is_named_with_what_is_nearest(program: str, words: str,
 def test_help_ends_well(program: str):
     ended = run(program, ["--help"])
     assert ended.code == 0 and ended.out.startswith("usage:"), ended.err
+    assert not re.findall(r"\(default: [^()]*\) \(default:", re.sub(r"[\s│]+", " ", ended.out))
 
 
 NAMES = (*ALONE, "eagle:a/head", "standalone:m.pth=full@5", "suffix+markov+self=snapkv@heuristic", "self=auto@2")
