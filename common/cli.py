@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -115,7 +115,11 @@ def _unknown(prog: str, seen: Sequence[str], known: Sequence[str]) -> ConfigErro
         return ConfigError(what, prog, ", ".join(misplaced), "flags after the subcommand", fix)
     if switches := [flag for flag in seen if flag.startswith("--no_") and f"--{flag[5:]}" in known]:
         return ConfigError("a switch has no such form", prog, switches[0], "the switch alone", "leave it out")
-    near = [name for flag in seen for name in get_close_matches(flag, known, 1)]
+    near = [
+        max(sorted(close), key=lambda name: SequenceMatcher(None, name, flag).ratio())  # the first by name of equals
+        for flag in seen
+        if (close := get_close_matches(flag, known))
+    ]
     fix = f"use {', '.join(near)}, or see --help" if near else "see --help"
     return ConfigError("there is no such flag", prog, ", ".join(seen), "flags of this program", fix)
 
