@@ -174,7 +174,9 @@ def config_from_hf(given: Values, *, where: str = "config") -> ModelConfig:
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if not all(type(token) is int and 0 <= token < sizes["vocab_size"] for token in ends):
         required = f"ids of tokens, at least 0 and less than {sizes['vocab_size']}"
-        unsupported(f"{where}: eos_token_id ({GENERATION_CONFIG}'s, if it has the key)", repr(ends)[:200], required)
+        at = f"{where}: eos_token_id ({GENERATION_CONFIG}'s, if it has the key)"
+        fix = f"correct the ids, or take the key out of {GENERATION_CONFIG} for config.json's"
+        unsupported(at, repr(ends)[:200], required, fix=fix)
     fields = {
         **sizes,
         "n_kv_head": positive(values, "num_key_value_heads", where, n_head),
