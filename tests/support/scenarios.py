@@ -206,13 +206,16 @@ def check_counts(scenario: Scenario, out: GenerateOutput) -> None:
 
 def run_scenarios(world: World, seeds: Iterable[int], name: str, record_property: Callable[[str, int], None]) -> None:
     """Run one random scenario per seed in that world, and record how many were held to which standard."""
-    counts = Counter(run_scenario(world, seed) for seed in seeds)
+    ran = [run_scenario(world, seed) for seed in seeds]
+    counts = Counter(scenario.mode for scenario in ran)
     record_property(f"count: {name} scenarios equal to the reference", counts["greedy"] + counts["coupled"])
     record_property(f"count: {name} scenarios in rejection mode, equal in another batch", counts["rejection"])
+    for drafter, n in Counter(scenario.drafter for scenario in ran).items():
+        record_property(f"count: scenarios of drafter {drafter}", n)
 
 
-def run_scenario(world: World, seed: int, referenced: str | None = None) -> str:
-    """Run a random scenario in that world and compare it; return its mode. referenced: a drafter to run instead, in
+def run_scenario(world: World, seed: int, referenced: str | None = None) -> Scenario:
+    """Run a random scenario in that world and compare it; return it. referenced: a drafter to run instead, in
     rejection mode."""
     rng = random.Random(seed)
     scenario = Scenario.random(rng, world.model.config.vocab_size, (*DRAFTERS, *world.drafters))
@@ -237,4 +240,4 @@ def run_scenario(world: World, seed: int, referenced: str | None = None) -> str:
             f"seed {seed}: {scenario.mode}, {scenario.drafter}, gamma {scenario.gamma}, {scenario.schedule}"
         )
         check_counts(scenario, out)
-    return scenario.mode
+    return scenario
