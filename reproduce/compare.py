@@ -8,7 +8,8 @@
     python -m reproduce.compare --tasks ruler:vt longbench:qasper.jsonl --contexts 1000 4000 --drafters self:snapkv
     python -m reproduce.compare --storages float32 int8-int8 --drafters self --texts greedy sampled --repeats 3
 
-A record has the rows of all contenders at a context, on the prompts of a file, or in a category of conversations.
+A record has the rows of all contenders at a context, on the prompts of a file, or in a category of conversations, and
+is appended to --output when these have been measured.
 `speedup` counts the rounds in which all rows decode, `wall_speedup` counts until the last row ends; both leave out
 prefill, and the time in which drafters that choose (`self@auto`) measure their costs. `drafting_ms` is the mean time of
 a round before the target verifies, on a CPU. With --repeats, figures are medians.
