@@ -17,16 +17,15 @@ READS = [("--draft_budget 20 --draft_dtype same", (1, 0.25, 0.25)), ("--draft ng
 
 @pytest.mark.parametrize(("flags", "shares"), [*READS, ("--draft_budget 20 --draft_dtype float32", (0.5, 0.25, 0.125))])
 def test_a_record_says_what_the_draft_reads(call, flags: str, shares: tuple[float | None, ...]) -> None:
-    ended = call(SELFSPEC, f"{SIZES} --no_baseline {flags}")
-    assert tuple(ended.record.get(name) for name in SHARES) == shares
-    assert ("a draft step reads" in ended.out) == (shares[0] is not None)
+    record = call(SELFSPEC, f"{SIZES} --no_baseline {flags}").record
+    assert tuple(record.get(name) for name in SHARES) == shares
 
 
 def test_a_draft_is_taken_apart_in_one_session(call) -> None:
     """Float32 stands for cheap weights. With all entries and the target's weights, everything is accepted."""
     flags = "--draft_budget 20 --draft_dtype float32 --temperature 0.9 --verification coupled --seed 3"
-    ended = call(SELFSPEC, f"{SIZES} {flags} --ablate")
-    record, rows = ended.record, ended.record["rows"]
+    record = call(SELFSPEC, f"{SIZES} {flags} --ablate").record
+    rows = record["rows"]
     reads = [(row["draft_dtype"], row["draft_budget"], row["draft_policy"]) for row in rows]
     whole = 60 + 20 + 3 + 1
     cut, all_entries = (20, "streaming"), (whole, "full")
@@ -36,7 +35,6 @@ def test_a_draft_is_taken_apart_in_one_session(call) -> None:
     assert {name: record[name] for name in names} == {name: rows[0][name] for name in names}
     assert rows[3]["acceptance_rate"] == 1 > rows[2]["acceptance_rate"]
     assert all(row["speedup_standard_error"] > 0 for row in rows)
-    assert ended.out.count("20 entries (25%)") == 3 and ended.out.count("all entries") == 2
 
 
 def test_what_repeats_another_is_left_out_and_what_cannot_be_taken_apart_is_refused(call) -> None:

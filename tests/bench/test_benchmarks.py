@@ -92,10 +92,6 @@ def test_selfspec_with_everything_measured(checkpoint: Path, books: Path, tmp_pa
     passes = ("baseline", "speculation", "phase times")
     assert {(row["pass"], row["row"]) for row in kept} == set(product(passes, range(5)))
     assert all(row["text"] == texts[f"row {row['row']}"] for row in kept)
-    (headline,) = (line for line in ended.lines if "prefill" in line)
-    assert "; greedy; " in headline
-    (accepted,) = (line for line in ended.lines if line.startswith("  acceptance rate "))
-    assert accepted.endswith(f" {record['acceptance_rate']:.3f} ± {record['acceptance_standard_error']:.3f}")
     assert 0 < record["acceptance_standard_error"] < 0.5
     phases = [line.split()[-1] for line in ended.lines if line.startswith("  ms ")]
     shown = ("round_ms", "draft_step_ms", "verify_step_ms", "other_ms_per_round")

@@ -20,7 +20,7 @@ from tests.support.controllers import Scripted
 from tests.support.drafters import Drafters
 from tests.support.policies import SELF_DRAFT_POLICIES, Size
 from tests.support.recorded_graph import RecordedGraph, RecordedGraphs
-from tests.support.tiny import continue_by_recomputing, decode, full_cache, near_model, random_prompts, tiny_model
+from tests.support.tiny import continue_by_recomputing, decode, near_model, random_prompts, tiny_runner
 
 LENGTHS = [40, 7, 23, 1, 31]
 LIMITS = [14, 6, 10, 26, 8]
@@ -56,8 +56,7 @@ def drafter_of(runner: ModelRunner, kind: str) -> Drafter | None:
 
 def run(kind: str, mode: str, new_graphs=None, times: int = 1):
     """Return the output of each of `times` equal calls."""
-    model, prompts = tiny_model(), random_prompts(LENGTHS)
-    runner = ModelRunner(model, full_cache(model, 2), prefill_chunk=8, new_graphs=new_graphs)
+    runner, prompts = tiny_runner(2, prefill_chunk=8, new_graphs=new_graphs), random_prompts(LENGTHS)
     sampling = [replace(each, temperature=0.0) for each in SAMPLED] if mode == "greedy" else SAMPLED
     how = {"sampling": sampling, "stop_tokens": [[], [], [8, 11, 30], [], [0, 4, 8]]}
     how |= {"max_new_tokens": LIMITS, "verification": mode}
@@ -105,12 +104,11 @@ def test_real_graphs_give_the_same_tokens(kind, mode):
 def test_graphs_without_filters_are_freed_once_a_request_has_filters():
     """Such graphs would never be replayed again, while requests bring new filters as long as a server runs."""
     graphs: list[RecordedGraph] = []
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, 2), new_graphs=partial(RecordedGraphs, recorded=graphs))
+    runner = tiny_runner(2, new_graphs=partial(RecordedGraphs, recorded=graphs))
     decoder = Decoder(runner, drafter=drafter_of(runner, "streaming"), verification="coupled")
     for i, sampling in enumerate([SamplingParams(), *(SamplingParams(0.8, top_k=1 << i, seed=i) for i in range(3))]):
         decode(decoder, request := Request([1, 2, 3], 9, sampling=sampling))
-        assert request.tokens == continue_by_recomputing(model, [1, 2, 3], 9, sampling)
+        assert request.tokens == continue_by_recomputing(runner.model, [1, 2, 3], 9, sampling)
         assert sum(not graph.is_destroyed for graph in graphs) == 4
         assert len(graphs) == (8 if i else 4)
 
@@ -118,8 +116,7 @@ def test_graphs_without_filters_are_freed_once_a_request_has_filters():
 def test_graphs_go_with_their_runner_and_with_their_drafter():
     """Graphs are freed without the garbage collector, which might run during a capture."""
     graphs: list[RecordedGraph] = []
-    model = tiny_model()
-    runner = ModelRunner(model, full_cache(model, 2), new_graphs=partial(RecordedGraphs, recorded=graphs))
+    runner = tiny_runner(2, new_graphs=partial(RecordedGraphs, recorded=graphs))
     first, second = drafter_of(runner, "streaming"), drafter_of(runner, "full")
 
     def generate_with(drafter) -> list[list[int]]:

@@ -88,10 +88,8 @@ class Case:
 
     def __init__(self, world: World, seed: int, drafters: tuple[str, ...]) -> None:
         self._world, self._rng = world, random.Random(seed)
-        scenario, drafter = (
-            Scenario.random(self._rng, world.model.config.vocab_size, drafters),
-            drafters[seed % len(drafters)],
-        )
+        scenario = Scenario.random(self._rng, world.model.config.vocab_size, drafters)
+        drafter = drafters[seed % len(drafters)]
         is_repeatable = scenario.mode != "rejection" or drafter in BY_TEXT
         self.scenario = replace(scenario, mode=scenario.mode if is_repeatable else "coupled", drafter=drafter)
         rejects = self.scenario.mode == "rejection"

@@ -149,3 +149,4 @@ def test_budgets_that_auto_chooses_have_room_for_the_sinks(kind):
     for policy in found:
         policy.check()
     assert 1 < len(found) < len(kind.AUTO_BUDGETS)
+    assert [policy.draft_budget for policy in kind(draft_budget="auto").alternatives(60)] == [64], "the smallest"

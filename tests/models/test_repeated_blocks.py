@@ -163,10 +163,15 @@ def in_pytorch(model: Transformer) -> None:
 
 
 @pytest.mark.parametrize("change", [other_weights, hooked, in_pytorch])
-def test_models_of_other_blocks_are_refused(called, change):
+@pytest.mark.parametrize("has_run", [False, True])
+def test_models_of_other_blocks_run_one_by_one(called, change, has_run):
     model = packed_model()
-    change(model)
-    repeat_blocks(model)
+    if has_run:
+        run(repeating(model), full())
+        change(model)
+    else:
+        change(model)
+        repeat_blocks(model)
     assert n_called(called, model) == 2 * N_LAYER
 
 
@@ -176,14 +181,6 @@ def test_unrotated_layers_and_layers_of_onednn_run_one_by_one(called, monkeypatc
     monkeypatch.setattr(linear_cpp, "multiplies_floats", lambda: True)  # so that nothing is quantised
     monkeypatch.setattr(packed_linear, "_packed", lambda weight: (None, 0))
     assert n_called(called, repeating(packed_model())) == 2 * N_LAYER
-
-
-def test_hooks_see_every_layer(called):
-    model, seen = repeating(packed_model()), list[torch.Size]()
-    for layer in model.layers:
-        layer.attention.wo.register_forward_hook(lambda module, inputs, y: seen.append(y.shape) or y + 1)
-    assert n_called(called, model) == 2 * N_LAYER
-    assert len(seen) == 2 * 2 * N_LAYER
 
 
 PARTS = ["layers", "layers.2", "layers.2.feed_forward.w2", "layers.2.attention_norm.weight.data"]

@@ -1,4 +1,5 @@
-"""Inputs for tests of attention backends: ragged rows over ordered caches and rings, in any storage."""
+"""Inputs for tests of attention backends: ragged rows over ordered caches and rings, in any storage; and what kernels
+that select entries have to choose and to copy."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from kv_cache import FullKVCache
-from kv_cache.entries import KV, LARGEST, SCORE_CHUNK, quantize
+from kv_cache.entries import KV, LARGEST, SCORE_CHUNK, dequantize, quantize
 from kv_cache.quantized import QuantizedKVCache
+from kv_cache.refreshed import RefreshedKVCache, SelectionOps
+from kv_cache.verify_topk import VerifyTopK
 from models import ModelConfig
 from models.attention import AttentionSpec, TorchAttention
 from models.attention.torch_backend import visibility
@@ -185,6 +188,47 @@ def packed_in_turns(
             starts[0] -= group  # further back than what is not in 4 bits
         cache.rollback(starts[[1, 2, 2, 0]])
     return [x.clone() for x in cache.tensors]
+
+
+def chosen_of(cache: RefreshedKVCache) -> Tensor:
+    """Return the second layer's chosen entries as numbers, sorted."""
+    scales = None if cache.scales is None else cache.scales[1, ..., : cache.n_fixed]
+    values = dequantize(cache.entries[1, ..., : cache.n_fixed, :], scales, torch.float64).transpose(0, 3).flatten(3)
+    order = (values @ torch.arange(values.shape[-1], dtype=torch.float64).sin()).argsort(dim=0)
+    return values.gather(0, order[..., None].expand_as(values))
+
+
+def check_choices(
+    ops: SelectionOps, source: torch.dtype, target: torch.dtype, keeps: bool, chunk: int = 8, by_name: bool = True
+) -> None:
+    """Require that several choices, in texts that end inside a chunk, are those of PyTorch, and that other rows stay.
+    keeps: entries that are chosen again have to stay in place, and are not copied again."""
+    config, generator = ModelConfig(8, 2, 64, 4, 2, 64, 8, 9999), torch.Generator().manual_seed(chunk)
+    ours, expected = (VerifyTopK(60, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
+    ours.chunk = expected.chunk = chunk
+    full = FullKVCache(config, 4, 200, dtype=source)
+    full.write(0, torch.arange(200).expand(4, -1), torch.randn(4, 200, 2, 2, 64, generator=generator))
+    rows = torch.tensor([3, 0, 1]) if by_name else slice(None)
+    n_row, n_chunk = (3 if by_name else 4), -(-200 // chunk)
+    for step in range(3):
+        shares = torch.randint(9, (n_row, 2, n_chunk + 2), generator=generator) / 8
+        # So few chunks that their number matters, and the order of equal ones.
+        shares *= torch.rand(shares.shape, generator=generator) < (0.1, 0.4, 1)[step]
+        ends = (torch.tensor([191, 61, 100, 52]) + step) * torch.tensor([True, step != 1, True, step != 2])
+        before = ours.source_slots[1].clone()
+        for cache, chooser in ((ours, ops), (expected, SelectionOps())):
+            chooser.choose(cache.view(rows), 1, full.view(rows), 0, shares, ends[:n_row])
+        assert torch.equal(chosen_of(ours), chosen_of(expected)) and chosen_of(ours).any()
+        stayed = (before[..., None] == ours.source_slots[1][..., None, :]).any(-1) & (before >= 0)
+        assert torch.equal(ours.source_slots[1][stayed], before[stayed]), "entries that are chosen again stay"
+    if keeps:
+        full.entries.zero_()
+        ops.choose(ours.view(rows), 1, full.view(rows), 0, shares, ends[:n_row])
+        assert torch.equal(chosen_of(ours), chosen_of(expected)) and stayed.any(), "no entry is copied again"
+        ours.reset_row(0)
+        ops.choose(ours.view(rows), 1, full.view(rows), 0, shares, ends[:n_row])
+        has_entries = chosen_of(ours).abs().amax(dim=(0, 2, 3)) > 0
+        assert has_entries.tolist() == [False, True, not by_name, True], "a row that is reset has lost its entries"
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:

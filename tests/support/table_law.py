@@ -1,4 +1,5 @@
-"""Sequences of a model whose every law is looked up in a table, so that all of them can be enumerated."""
+"""Sequences of a model whose every law is looked up in a table, so that all of them can be enumerated; chi-square and
+total variation, without scipy."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from engine.sampling.distribution import SamplingParams, logits_to_probs
 from tests.support.edit_cases import edited
-from tests.support.statistics_tools import chi_square, total_variation, upper_tail
 from tests.support.witness import FakeConfig, FakeModel
 
 VOCAB, N_NEW, STOP = 4, 4, 3
 ROOM = 16
+FEWEST = 5.0  # cells that expect fewer counts are pooled into one
 N_REQUESTS = 20_000 if "LAW_PAIRS" in os.environ else 400
 PROMPTS = ([2], [1, 0, 3, 1, 1, 2], [0, 1, 0])
 PLAIN = SamplingParams(temperature=0.9)
@@ -97,6 +98,34 @@ def irregular_groups(n: int, seed: int, ways: tuple[SamplingParams, ...]) -> lis
     while len(groups) < n:
         groups += [(rng.randrange(len(PROMPTS)), rng.choice(ways))] * rng.randint(1, 4)
     return groups[:n]
+
+
+def chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
+    """Return the statistic of `counts` against `expected`, of equal totals and any shapes, and its degrees of freedom;
+    infinite if what cannot happen did. They add up over samples."""
+    counts, expected = counts.double().flatten(), expected.double().flatten()
+    assert abs(float(counts.sum() - expected.sum())) < 1e-6 * float(counts.sum()), "the totals differ"
+    if bool((counts[expected <= 0] > 0).any()):
+        return float("inf"), 1
+    small = expected < FEWEST
+    pooled = torch.stack([expected[small].sum(), counts[small].sum()])
+    wanted, seen = expected[~small], counts[~small]
+    if float(pooled[0]) > 0:
+        wanted, seen = torch.cat([wanted, pooled[:1]]), torch.cat([seen, pooled[1:]])
+    return float(((seen - wanted) ** 2 / wanted).sum()), len(wanted) - 1
+
+
+def upper_tail(statistic: float, freedom: int) -> float:
+    """P(X >= statistic) for X chi-square with that many degrees of freedom."""
+    if statistic == float("inf"):
+        return 0.0
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def total_variation(counts: Tensor, expected: Tensor) -> float:
+    """Half the L1 distance between the two laws."""
+    return float((counts.double() / counts.sum() - expected / expected.sum()).abs().sum() / 2)
 
 
 def joint_p_value(groups: list[Group], outputs: list[list[int]], laws) -> tuple[float, float, float]:

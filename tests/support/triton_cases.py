@@ -11,19 +11,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from common.launch import Multiprocessors, launch_on
-from kv_cache import FullKVCache, quantized, triton_choosing, triton_packing
-from kv_cache.entries import KV, dequantize
-from kv_cache.refreshed import SelectionOps
+from kv_cache import quantized, triton_choosing, triton_packing
+from kv_cache.entries import KV
 from kv_cache.triton_choosing import TritonSelectionOps
-from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
-from models import ModelConfig
 from models.attention import MAX_BLOCK, TorchAttention, triton_backend
 from models.attention.triton_backend import TritonAttention, TritonPrepared, unsupported
-from tests.support.attention_cases import Case, make_case, packed_case, packed_in_turns
+from tests.support.attention_cases import Case, check_choices, make_case, packed_case, packed_in_turns
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 # Small enough for a few hundred slots to make several chunks; a multiple of every tile.
@@ -113,14 +109,6 @@ def test_cases_that_the_kernel_does_not_take_run_on_torch(n_token, head_dim, dty
     assert (unsupported(case.spec) is None) == (n_token > MAX_BLOCK)
 
 
-def chosen_of(cache: VerifyTopKCache) -> Tensor:
-    """Return the second layer's chosen entries as numbers, sorted."""
-    scales = None if cache.scales is None else cache.scales[1, ..., : cache.n_fixed]
-    values = dequantize(cache.entries[1, ..., : cache.n_fixed, :], scales, torch.float64).transpose(0, 3).flatten(3)
-    order = (values @ torch.arange(values.shape[-1], dtype=torch.float64).sin()).argsort(dim=0)
-    return values.gather(0, order[..., None].expand_as(values))
-
-
 def test_a_tile_that_does_not_fit_on_the_gpu_runs_on_torch(monkeypatch, capsys):
     def fail(*_):
         raise OutOfResources(2**17, 2**16, "shared memory")
@@ -137,34 +125,13 @@ def test_a_tile_that_does_not_fit_on_the_gpu_runs_on_torch(monkeypatch, capsys):
     [
         (torch.int8, torch.int8, True, 8),
         (torch.float32, torch.float16, False, 5),
-        (torch.int8, torch.float32, False, 8),
+        (torch.int8, torch.float32, False, 8),  # which goes to the reference
     ],
 )
 def test_entries_are_chosen_as_the_reference_does_and_only_new_ones_copied(source, target, by_name, chunk, monkeypatch):
-    """Several choices follow each other, in texts that end inside a chunk; rows of other names stay."""
     monkeypatch.setattr("kv_cache.triton_choosing.TILE_CHUNKS", 16)
-    config, generator = ModelConfig(8, 2, 64, 4, 2, 64, 8, 9999), torch.Generator().manual_seed(chunk)
-    ours, expected = (VerifyTopK(60, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
-    ours.chunk = expected.chunk = chunk
-    full = FullKVCache(config, 4, 200, dtype=source)
-    full.write(1, torch.arange(200).expand(4, -1), torch.randn(4, 200, 2, 2, 64, generator=generator))
-    rows = torch.tensor([3, 0, 1]) if by_name else slice(None)
-    n_row, n_chunk = (3 if by_name else 4), -(-200 // chunk)
-    for step in range(3):
-        shares = torch.randint(9, (n_row, 2, n_chunk + 2), generator=generator) / 8
-        # So few chunks that their number matters, and the order of equal ones.
-        shares *= torch.rand(shares.shape, generator=generator) < (0.1, 0.4, 1)[step]
-        ends = (torch.tensor([191, 61, 100, 52]) + step) * torch.tensor([True, step != 1, True, step != 2])
-        before = ours.source_slots[1].clone()
-        for cache, ops in ((ours, TritonSelectionOps()), (expected, SelectionOps())):
-            ops.choose(cache.view(rows), 1, full.view(rows), 1, shares, ends[:n_row])
-        assert torch.equal(chosen_of(ours), chosen_of(expected)) and chosen_of(ours).any()
-        stayed = (before[..., None] == ours.source_slots[1][..., None, :]).any(-1) & (before >= 0)
-        assert torch.equal(ours.source_slots[1][stayed], before[stayed]), "entries that are chosen again stay"
-    if (source, target) != (torch.int8, torch.float32):  # which go to the reference
-        full.entries.zero_()
-        TritonSelectionOps().choose(ours.view(rows), 1, full.view(rows), 1, shares, ends[:n_row])
-        assert torch.equal(chosen_of(ours), chosen_of(expected)) and stayed.any(), "no entry is copied again"
+    keeps = (source, target) != (torch.int8, torch.float32)
+    check_choices(TritonSelectionOps(), source, target, keeps, chunk, by_name)
 
 
 @pytest.mark.parametrize("stored,group,head_dim", [(torch.int8, 7, 64), (torch.float32, 16, 128)])

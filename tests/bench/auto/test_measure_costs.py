@@ -1,5 +1,6 @@
 """Costs and acceptance of rounds are measured before rounds are chosen by them."""
 
+from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -128,19 +129,14 @@ def measured() -> dict[int, Sequence[Costs]]:
     return measure.measure_costs(rounds, GAMMAS)
 
 
-def kinds(decodes: list[Decode]) -> dict[tuple[int, Choice], int]:
-    """How many rounds there were of each kind, by the rows that were busy."""
-    rounds = [(round_.busy, round_.choice) for decode in decodes for round_ in decode]
-    return {kind: rounds.count(kind) for kind in rounds}
-
-
 FIRST = [PLAIN, Choice(0, 1), Choice(0, 3), Choice(0, 6), Choice(1, 3)]
 
 
 def test_a_long_decode_is_measured_for_with_few_rows_too(decodes):
     found = measured()
     assert [*found] == [4, 2] and all(costs.at == (1, 3, 6) for each in found.values() for costs in each)
-    n_of, few, most = kinds(decodes), 1 + measure.FEWEST_TIMED, 1 + measure.MOST_TIMED
+    n_of = Counter((round_.busy, round_.choice) for decode in decodes for round_ in decode)
+    few, most = 1 + measure.FEWEST_TIMED, 1 + measure.MOST_TIMED
     assert {one for n_rows, one in n_of if n_rows == 4} == {*FIRST}
     assert all(n_of[2, one] == few and n_of[4, one] <= most for one in FIRST)
 

@@ -8,13 +8,10 @@ import torch
 
 from common.errors import ConfigError
 from engine import ModelRunner, SamplingParams, SelfSpeculation, StandaloneDraft, generate
-from engine.batch import Batch
 from engine.controller import PLAIN, RoundChoice
 from engine.drafters import RowUpdate
 from engine.drafters.ngram import NGram
-from engine.modes import Greedy
 from engine.parallel.ranks import Ranks
-from engine.sampling.distribution import Filters
 from kv_cache import FullKVCache, StreamingKVCache
 from kv_cache.base import EMPTY
 from models import ModelConfig
@@ -73,7 +70,7 @@ def test_every_draft_is_what_the_draft_model_continues_with(policy):
     target, draft, prompts = tiny_model(), tiny_model(), random_prompts([1, 7, 61], seed=3)
     draft.output.weight += 0.3 * tiny_model(seed=5).output.weight
     cache = POLICIES[policy].make(TINY, Size(3, longest=128, n_kept=4, window=96, dtype=torch.float64))
-    drafter = StandaloneDraft(ModelRunner(draft, cache), 3)
+    drafter = StandaloneDraft(ModelRunner(draft, cache, prefill_chunk=8), 3)
     seen = watch(drafter)
     out = generate(ModelRunner(target, full_cache(target, 3)), prompts, max_new_tokens=24, drafter=drafter)
     for row, length, _, drafts, _ in seen:
@@ -108,49 +105,6 @@ def test_a_draft_whose_logits_are_not_finite_costs_no_token(mode, temperature):
     assert out.tokens == recomputed(target, prompts, 6, sampling)
 
 
-# Of each row: how long its prompt is, and how many tokens of its text it is after; the third one is not.
-PROMPTS, LAGS = [17, 30, 9, 1], [9, 2, 0, 9]
-
-
-def followed(policy: str, chunk: int, prompts: list[int] = PROMPTS) -> StandaloneDraft:
-    """It knows the prompts of four rows."""
-    size = Size(n_rows=4, longest=60, n_kept=3, window=12, dtype=torch.float64)
-    runner = ModelRunner(tiny_model(seed=5), POLICIES[policy].make(TINY, size), prefill_chunk=chunk)
-    drafter = StandaloneDraft(runner, 3)
-    drafter.follow([RowUpdate(row, row, prompt, 0) for row, prompt in enumerate(random_prompts(prompts))])
-    return drafter
-
-
-@pytest.mark.parametrize("chunk", [1, 512])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_rows_that_lag_unlike_tokens_draft_as_if_they_had_followed(policy, chunk):
-    """Entries and drafts are those of rows which ran token by token as the text went on. More tokens at once evict
-    before they attend, so where entries are evicted it is so with one at a time."""
-    late, steady = followed(policy, chunk), followed(policy, 1)
-    before = late._runner.cache.entries.clone()
-    texts = [p + more for p, more in zip(random_prompts(PROMPTS), random_prompts([9, 2, 4, 15], seed=9), strict=True)]
-    lengths = [n + lag for n, lag in zip(PROMPTS, LAGS, strict=True)]
-    for row in range(4):
-        for known in range(PROMPTS[row], lengths[row]):
-            steady.follow([RowUpdate(row, row, texts[row][: known + 1], known)])
-    shown = [RowUpdate(row, row, texts[row][: lengths[row]], PROMPTS[row]) for row in (3, 0, 1)]
-    late.follow(shown)
-    late.follow([])
-    batch = Batch(4, Filters())
-    batch.set_state(lengths, [text[n - 1] for text, n in zip(texts, lengths, strict=True)], [5, 6, 7, 8])
-    caches = [drafter._runner.cache for drafter in (late, steady)]
-    assert torch.equal(before[:, :, 2], caches[0].entries[:, :, 2])
-    if chunk == 1 or policy == "full":
-        assert torch.equal(caches[0].positions, caches[1].positions)
-        if POLICIES[policy].is_exact:
-            held = caches[0].positions[None, None, :, None, :, None] != EMPTY
-            torch.testing.assert_close(caches[0].entries * held, caches[1].entries * held, rtol=0, atol=1e-12)
-        drafts = [drafter.propose(batch, Greedy(batch), 3).tokens for drafter in (late, steady)]
-        assert torch.equal(*drafts) and len(drafts[0].unique()) > 4
-    else:
-        assert [set(row.tolist()) for row in caches[0].positions] == [set(row.tolist()) for row in caches[1].positions]
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_prompt_that_was_kept_is_as_if_it_had_run_again(policy):
     """Behind a decode that evicted what the prompt had left; another prompt in its place runs."""
@@ -175,9 +129,9 @@ TEXTS = random_prompts([30, 11])
 
 
 def test_a_drafter_that_fell_behind_drafts_as_if_it_had_followed():
-    """The target itself over a full cache is always right: also after rounds without it."""
+    """The target itself over a full cache is always right, also after rounds without it, which it follows in parts."""
     runner = tiny_runner(2)
-    perfect = StandaloneDraft(ModelRunner(runner.model, full_cache(runner.model, 2)), gamma=3)
+    perfect = StandaloneDraft(ModelRunner(runner.model, full_cache(runner.model, 2), prefill_chunk=2), gamma=3)
     shadow = SelfSpeculation(runner, full_cache(runner.model, 2), gamma=3)
     script = [PLAIN, PLAIN, RoundChoice(0, 3), *[PLAIN] * 4, RoundChoice(1, 2), RoundChoice(0, 1), RoundChoice(1, 3)]
     out = generate(runner, TEXTS, max_new_tokens=60, controller=Scripted([perfect, shadow], script))

@@ -9,7 +9,6 @@ from engine.evaluation.certificate import Calibration, Replay, calibrate, certif
 from engine.sampling.noise import Stream, gumbel
 from kv_cache.streaming import Streaming
 from models import Transformer
-from tests.support.faulty import noise_like
 from tests.support.tiny import TINY, full_cache, random_prompts, self_draft, tiny_model
 
 LENGTHS, N_NEW, N_FORCED, GAMMA = [9, 14, 23], 40, 48, 3
@@ -22,7 +21,8 @@ class Rounding(Transformer):
 
     def forward(self, tokens, positions, cache):
         logits = super().forward(tokens, positions, cache)
-        return logits if tokens.shape[1] == 1 else logits + noise_like(logits, 0.2, int(positions.sum()))
+        noise = torch.rand(logits.shape, generator=torch.Generator().manual_seed(int(positions.sum())))
+        return logits if tokens.shape[1] == 1 else logits + (0.4 * noise - 0.2).to(logits.dtype)
 
 
 def speculate(model: Transformer, sampling: SamplingParams) -> Tensor:

@@ -12,7 +12,6 @@ from common.errors import ConfigError
 from engine import Decoder, Request
 from engine.batch import Batch
 from engine.sampling.distribution import Distribution, Filters, SamplingParams, argmax, logits_to_probs
-from engine.sampling.processors import LogitsProcessors
 from tests.support.filter_cases import FILTERS, kept_by_sorting, scaled_logits
 from tests.support.tiny import TINY, decode, tiny_runner
 
@@ -207,20 +206,3 @@ def test_a_stop_token_that_is_no_id_bans_none():
         request = Request([5, 9], 6, stops, sampling)
         decode(Decoder(tiny_runner(1)), request)
         assert request.tokens == [TINY.vocab_size - 1] * 6
-
-
-def test_rows_keep_their_counts_when_others_leave_or_join():
-    """Processors that have followed other rows change logits as new ones do."""
-    ways = [SamplingParams(repetition_penalty=1.3), SamplingParams(min_tokens=9, frequency_penalty=0.4)]
-    ways += [SamplingParams(logit_bias={7: 2.5}, presence_penalty=0.7), SamplingParams()]
-    requests = [Request([i + 1, i + 2], 9, [i + 20], way, i) for i, way in enumerate(ways)]
-    a, b, c, d = requests
-    kept = LogitsProcessors(3, TINY.vocab_size, "cpu")
-    for rows in ([a, b, c], [a, d, c], [c, d], [b, c, d], [d, b, a], [a]):
-        for request in rows:
-            request.tokens.append(request.index + len(request.tokens))
-        fresh = LogitsProcessors(3, TINY.vocab_size, "cpu")
-        logits, drafts = torch.randn(len(rows), 3, TINY.vocab_size), torch.ones(len(rows), 2, dtype=torch.int64)
-        for processors in (kept, fresh):
-            processors.follow([*rows])
-        assert torch.equal(kept(logits, drafts, 0), fresh(logits, drafts, 0))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kv_cache import FullKVCache
 from kv_cache.refreshed import SelectionOps
-from kv_cache.verify_topk import VerifyTopK, VerifyTopKCache
-from models import ModelConfig
 from models.attention import AttentionSpec, TorchAttention, cpp_backend, select_backend
 from models.attention.cpp_backend import ENTRIES, CppAttention
 from models.attention.selection import CppSelectionOps
 from models.kernels.build import load_library
+from tests.support.attention_cases import check_choices
 from tests.support.machine import needs_cpp_compiler
 
 pytestmark = needs_cpp_compiler
@@ -26,30 +24,9 @@ def backend() -> CppAttention:
 
 @pytest.mark.parametrize("source", ENTRIES)
 @pytest.mark.parametrize("target", ENTRIES)
-def test_copies_chosen_entries_as_the_reference_does(backend, source, target):
-    """Rows are named, some are refilled, and choices overlap with those before."""
-    config = ModelConfig(8, 3, 64, 2, 2, 24, 8, 99)
-    full, ops = FullKVCache(config, 4, 50, dtype=source), CppSelectionOps(backend)
-    ours, expected = (VerifyTopK(30, 9, n_sink=1).new_cache(config, 4, 0, "cpu", target) for _ in range(2))
-    full.entries.copy_(torch.randint(-90, 90, full.entries.shape) / (1 if full.scales is not None else 7))
-    if full.scales is not None:
-        full.scales.uniform_()
-    rows = torch.tensor([3, 0, 1])
-
-    def entries_of(cache: VerifyTopKCache) -> torch.Tensor:
-        """Sums over each entry's numbers, keys and values together, in ascending order."""
-        values = cache.entries.float() * (1 if cache.scales is None else cache.scales[..., None])
-        return (values[:, 0] + 3 * values[:, 1]).sum(dim=-1).sort(dim=-1).values
-
-    for is_new in ([True, False, True], [True, True, False], [True, True, True]):
-        chosen = torch.stack([torch.stack([torch.randperm(48)[:21] for _ in range(2)]) for _ in range(3)])
-        for cache, copy in ((expected, SelectionOps().copy_chosen), (ours, ops.copy_chosen)):
-            copy(cache.view(rows), 2, full.view(rows, 48), 0, chosen.clone(), torch.tensor(is_new))
-        assert torch.equal(entries_of(ours), entries_of(expected)) and entries_of(ours)[2].any()
-    ours.reset_row(0)
-    ours.entries[:, :, 0] = 0
-    ops.copy_chosen(ours.view(rows), 2, full.view(rows, 48), 0, chosen.clone(), torch.tensor([True] * 3))
-    assert torch.equal(entries_of(ours), entries_of(expected)), "a row that is filled anew has lost its entries"
+def test_chooses_and_copies_entries_as_the_reference_does(backend, source, target):
+    keeps = source == target or (source, target) == (torch.float32, torch.bfloat16)  # others go to the reference
+    check_choices(CppSelectionOps(backend), source, target, keeps)
 
 
 @pytest.mark.parametrize("chunk,n_first", [(4, 0), (4, 8), (1, 3), (7, 7)])

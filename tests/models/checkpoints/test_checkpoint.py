@@ -22,9 +22,7 @@ from models.checkpoints.tokenizer import load_tokenizer
 from models.config import ModelConfig
 from tests.support.checkpoint_folders import (
     HF_CONFIG,
-    VOCABULARY,
     hf_weights,
-    save_tokenizer,
     write_side_files,
     write_source,
     write_weights,
@@ -86,17 +84,6 @@ def test_a_converted_checkpoint_has_the_weights_of_its_source(tmp_path: Path, la
     model = load_model(tmp_path / "model.pth", prepack=False)
     assert_same(dict(model.state_dict()), stacked(weights, config))
     assert not any(parameter.requires_grad or parameter.is_meta for parameter in model.parameters())
-
-
-def test_a_text_whose_tokenizer_has_one_id_too_many_is_refused(source: Path) -> None:
-    save_tokenizer(source, [*VOCABULARY, "he"], [("t", "h"), ("h", "e")])
-    convert(source, source)
-    model = find_model(str(source), "pth", None, "--model")
-    last, beyond = map(model.tokenizer().encode, ("th", "he"))
-    assert [last, beyond] == [[CONFIG.vocab_size - 1], [CONFIG.vocab_size]]
-    model.check_tokens([last, last])
-    with pytest.raises(CheckpointError, match=f"not this model's(?s:.*)token id {CONFIG.vocab_size}"):
-        model.check_tokens([last, [*beyond, *last]])
 
 
 def test_layers_are_dropped_while_converting(source: Path, tmp_path: Path) -> None:

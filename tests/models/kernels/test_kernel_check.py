@@ -25,6 +25,9 @@ from tests.support.machine import needs_bfloat16_products, needs_cpp_compiler, n
 from tests.support.programs import run_here
 
 pytestmark = needs_cpp_compiler
+needs_amx = pytest.mark.skipif(
+    "AMX" not in cpp_build.builds_of(cpp_build.KERNELS["attention"]), reason="this CPU has no AMX"
+)
 # An expression of the pointwise kernel's source, and what a bug makes of it.
 RIGHT, WRONG = "sum_of_lanes(squares) / dim", "sum_of_lanes(squares) / (dim + 1)"
 EMULATED = ("-march=native", "-DAMX", "-DEMULATED")
@@ -82,19 +85,6 @@ def attention_of(build: str, storage: torch.dtype) -> list[Tensor]:
     return [result for case in cases for result in case.compute(backend)]
 
 
-@needs_vnni
-def test_products_of_int8_in_amx_have_the_bits_of_vnni():
-    pairs = zip(attention_of("emulated AMX", torch.int8), attention_of("native", torch.int8), strict=True)
-    assert all(torch.equal(found, wanted) for found, wanted in pairs)
-
-
-@pytest.mark.skipif("AMX" not in cpp_build.builds_of(cpp_build.KERNELS["attention"]), reason="this CPU has no AMX")
-@pytest.mark.parametrize("storage", [torch.bfloat16, torch.int8])
-def test_amx_has_the_bits_of_its_emulation(storage):
-    pairs = zip(attention_of("AMX", storage), attention_of("emulated AMX", storage), strict=True)
-    assert all(torch.equal(found, wanted) for found, wanted in pairs)
-
-
 @cache
 def function_of(build: str) -> Any:
     return linear_cpp.function_of(cpp_build.open_library(cpp_build.build_library("linear", build)))
@@ -120,17 +110,22 @@ def test_a_row_in_tiles_has_the_bits_that_it_has_alone(bits, n_row):
     assert torch.equal(product_of("emulated AMX", layer, x)[some], alone)
 
 
-@needs_bfloat16_products
-def test_integers_in_tiles_have_the_bits_of_vnni():
-    layer, x = layer_and_rows(8, 37)
-    assert torch.equal(product_of("emulated AMX", layer, x), product_of("native", layer, x))
+def products_of(build: str, bits: int) -> list[Tensor]:
+    return [product_of(build, *layer_and_rows(bits, n_row)) for n_row in (1, 37)]
 
 
-@pytest.mark.skipif("AMX" not in cpp_build.builds_of(cpp_build.KERNELS["linear"]), reason="this CPU has no AMX")
-@pytest.mark.parametrize("n_row", [1, 37])
-def test_tiles_have_the_bits_of_their_emulation(n_row):
-    layer, x = layer_and_rows(16, n_row)
-    assert torch.equal(product_of("AMX", layer, x), product_of("emulated AMX", layer, x))
+# A function with its argument, and two builds. A CPU with AMX compares its tiles with their emulation.
+ALIKE: list[Any] = [
+    pytest.param(attention_of, torch.int8, "emulated AMX", "native", marks=needs_vnni),
+    pytest.param(products_of, 8, "emulated AMX", "native", marks=needs_bfloat16_products),
+]
+AMX_LIKE = (attention_of, torch.bfloat16), (attention_of, torch.int8), (products_of, 16)
+ALIKE += [pytest.param(*of, "AMX", "emulated AMX", marks=needs_amx) for of in AMX_LIKE]
+
+
+@pytest.mark.parametrize("compute,kind,build,other", ALIKE)
+def test_builds_that_add_up_alike_have_the_same_bits(compute, kind, build, other):
+    assert all(map(torch.equal, compute(build, kind), compute(other, kind)))
 
 
 @needs_bfloat16_products
