@@ -6,20 +6,24 @@ its distribution is a point mass on the lowest id among the largest logits.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from numbers import Integral, Real
 from operator import index as as_integer
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from common.errors import flag, refuse
 from engine.sampling.noise import triton_kernels
+from models.kernels.build import use_kernel
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e6
 ALL = 2**63 - 1  # the number of ids that pass where there is no top-k
@@ -192,6 +196,8 @@ class Distribution(NamedTuple):
         if self.filters.any_top_k or self.filters.any_top_p:
             if not scaled.is_cpu and (kernels := triton_kernels()):
                 scaled = kernels.run(kernels.plan_filter(scaled, self.top_k, self.top_p))
+            elif scaled.is_cpu and scaled.dtype == torch.float32 and (run := _kernel()):
+                scaled = run(scaled, self.top_k, self.top_p)
             else:
                 scaled = scaled.masked_fill(~self.kept(scaled), -math.inf)
         if self.filters.any_typical_p:
@@ -224,6 +230,30 @@ class Distribution(NamedTuple):
         above = scaled > threshold
         tied = scaled == threshold
         return above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= n - above.sum(dim=-1, keepdim=True)))
+
+
+Filter: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def filtered_by(library: ctypes.CDLL) -> Filter:
+    """Return a function that puts -inf in the place of what `Distribution.kept` leaves out, by the C++ kernel."""
+    kernel = library.foretoken_filter
+    kernel.argtypes, kernel.restype = [*[c_int64] * 3, *[c_void_p] * 4, c_int], None
+
+    def run(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+        scaled, top_k, limit = scaled.contiguous(), top_k.contiguous(), top_p * WHOLE
+        out, n_rows, n_ids = torch.empty_like(scaled), scaled.shape[0], scaled.shape[-1]
+        read = top_k.data_ptr(), limit.data_ptr(), scaled.data_ptr()
+        kernel(n_rows, scaled[0, ..., 0].numel(), n_ids, *read, out.data_ptr(), torch.get_num_threads())
+        return out
+
+    return run
+
+
+@functools.cache
+def _kernel() -> Filter | None:
+    """Return the function that filters by the C++ kernel; None if that cannot be built."""
+    return use_kernel("filter", filtered_by, "PyTorch applies top-k and top-p")
 
 
 def _masses(values: Tensor, scaled: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ KERNELS = {
     "pointwise": Kernel("models.kernels.pointwise_check", ROOT / "models" / "kernels" / "pointwise_kernel.cpp"),
     "linear": Kernel("models.kernels.linear_check", ROOT / "models" / "kernels" / "linear_kernel.cpp", True),
     "noise": Kernel("engine.sampling.noise_check", ROOT / "engine" / "sampling" / "noise_kernel.cpp"),
+    "filter": Kernel("engine.sampling.filter_check", ROOT / "engine" / "sampling" / "filter_kernel.cpp"),
     "triton": Kernel("models.attention.check"),
     "flash": Kernel("models.attention.check"),
 }

@@ -51,7 +51,7 @@ def cases_of(name: str) -> list[Case]:
 @pytest.mark.parametrize(
     "name,build",
     [
-        *product(("pointwise", "noise"), ("native", "plain")),
+        *product(("pointwise", "noise", "filter"), ("native", "plain")),
         *product(("attention",), ("native", "plain", "emulated AMX")),
         ("linear", "AVX2"),
         *(
