@@ -29,8 +29,9 @@ def first_of(names: Sequence[str], record: Record) -> object:
 
 
 def drafter_text(record: Record) -> str | None:
-    """Return a drafter's name without the folders of checkpoints; of a benchmark, the policy or the draft."""
-    name = first_of(("drafter", "draft_policy", "draft"), record)
+    """Return a drafter's name without the folders of checkpoints; of a benchmark, a self-draft's policy or the draft."""
+    policy = ("draft_policy",) if record.get("draft") in (None, "self") else ()
+    name = first_of(("drafter", *policy, "draft"), record)
     return None if name is None else re.sub(r":[^@=+]*/[^@=+]*", "", str(name))
 
 
