@@ -29,7 +29,7 @@ def first_of(names: Sequence[str], record: Record) -> object:
 
 
 def drafter_text(record: Record) -> str | None:
-    """Return a drafter's name without the folders of checkpoints; of a benchmark, a self-draft's policy or the draft."""
+    """Return a drafter's name without the folders of checkpoints; of a benchmark, the draft or the policy of self."""
     policy = ("draft_policy",) if record.get("draft") in (None, "self") else ()
     name = first_of(("drafter", *policy, "draft"), record)
     return None if name is None else re.sub(r":[^@=+]*/[^@=+]*", "", str(name))
