@@ -200,10 +200,11 @@ def main(flags: Flags) -> None:
         refuse("the command line", "no file", "a file of records", what, fix, DataError)
     try:
         rows, columns = made(flags.name, records, flags.where)
+        text = console(rows, columns)
     except KeyError as error:
         required, fix = f"records with the columns of {flags.name}", "name records of the command that its page gives"
         refuse(", ".join(flags.records), f"no column {error}", required, "a record lacks a column", fix, DataError)
-    print(console(rows, columns))
+    print(text)
     if lacking := [column.head for column in columns if column not in shown(columns, rows)]:
         say(f"note: no record has: {'; '.join(lacking)}")
 
