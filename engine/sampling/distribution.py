@@ -244,7 +244,7 @@ def filtered_by(library: ctypes.CDLL) -> Filter:
         scaled, top_k, limit = scaled.contiguous(), top_k.contiguous(), top_p * WHOLE
         out, n_rows, n_ids = torch.empty_like(scaled), scaled.shape[0], scaled.shape[-1]
         read = top_k.data_ptr(), limit.data_ptr(), scaled.data_ptr()
-        kernel(n_rows, scaled[0, ..., 0].numel(), n_ids, *read, out.data_ptr(), torch.get_num_threads())
+        kernel(n_rows, math.prod(scaled.shape[1:-1]), n_ids, *read, out.data_ptr(), torch.get_num_threads())
         return out
 
     return run
