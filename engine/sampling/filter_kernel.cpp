@@ -2,7 +2,6 @@
 // logits, and only ids that share these bits with the last one kept are sorted.
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -56,18 +55,21 @@ struct Id {
 // them: in likelier ids, and in lower ids that are as likely.
 void filter(const float* x, int64_t n_id, int64_t k, double limit, std::vector<int64_t>& masses, std::vector<Id>& near,
             float* to) {
-    std::memcpy(to, x, n_id * sizeof(float));
     const bool weighs = limit <= WHOLE;
     if (weighs) {
-        doubles sums{};
-        for (int64_t i = 0; i < n_id; i += W) sums += exp_of(load(x + i, n_id - i));
+        masses.resize(n_id + W);
+        doubles sums{}, each;
+        for (int64_t i = 0; i < n_id; i += W) {
+            sums += each = exp_of(load(x + i, n_id - i));
+            std::memcpy(masses.data() + i, &each, sizeof each);
+        }
         double sum = 0;
         for (int lane = 0; lane < W; ++lane) sum += sums[lane];
-        const doubles log_sum = number(std::log(sum));
-        masses.resize(n_id + W);
+        const doubles scale = number(WHOLE / sum);
         for (int64_t i = 0; i < n_id; i += W) {
-            const longs each = __builtin_convertvector(exp_of(load(x + i, n_id - i) - log_sum) * number(WHOLE), longs);
-            std::memcpy(masses.data() + i, &each, sizeof each);
+            std::memcpy(&each, masses.data() + i, sizeof each);
+            const longs mass = __builtin_convertvector(each * scale, longs);
+            std::memcpy(masses.data() + i, &mass, sizeof mass);
         }
     }
     int64_t counts[N_BUCKET] = {}, sums[N_BUCKET] = {}, count = 0, mass = 0;
@@ -81,7 +83,7 @@ void filter(const float* x, int64_t n_id, int64_t k, double limit, std::vector<i
         count += counts[last];
         mass += sums[last];
     }
-    if (last == N_BUCKET) return;
+    if (last == N_BUCKET) return (void)std::memcpy(to, x, n_id * sizeof(float));
     near.clear();
     for (int64_t i = 0; i < n_id; ++i)
         if (const uint32_t key = key_of(x[i]); key >> DROPPED == last) near.push_back({key, i, weighs ? masses[i] : 0});
