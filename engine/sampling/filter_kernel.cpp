@@ -1,34 +1,26 @@
 // Top-k and top-p of scaled logits on a CPU. The ids of a row are counted and weighed by the leading bits of their
 // logits, and only ids that share these bits with the last one kept are sorted.
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
 
+#include "engine/sampling/doubles.hpp"
+
 namespace {
 
-constexpr int W = 8, DROPPED = 20, N_BUCKET = 1 << (31 - DROPPED);
+constexpr int DROPPED = 20, N_BUCKET = 1 << (31 - DROPPED);
 constexpr double WHOLE = 0x1p62;  // the mass of all ids
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
-
-typedef int64_t longs __attribute__((vector_size(8 * W)));
-typedef double doubles __attribute__((vector_size(8 * W)));
-typedef float floats __attribute__((vector_size(4 * W)));
-
-inline doubles number(double x) { return x - doubles{}; }
 
 // e^x of x <= 0, and 0 in place of numbers below the normal ones: a power of 2 times Taylor's series.
 inline doubles exp_of(doubles x) {
     const doubles normal = x > number(-708) ? x : number(-708);
-    const doubles shifted = normal * number(1.4426950408889634) + number(0x1.8p52);  // rounds to whole numbers
-    const doubles whole = shifted - number(0x1.8p52);
+    const doubles scaled = normal * number(1.4426950408889634), whole = rounded(scaled);
     const doubles rest = normal - whole * number(6.93147180369123816490e-01) - whole * number(1.90821492927058770002e-10);
     doubles series = number(1.0 / 6227020800);
     constexpr double FACTORIALS[] = {479001600, 39916800, 3628800, 362880, 40320, 5040, 720, 120, 24, 6, 2, 1, 1};
     for (const double factorial : FACTORIALS) series = series * rest + number(1 / factorial);
-    return x > number(-708) ? (doubles)((longs)series + ((longs)shifted << 52)) : doubles{};
+    return x > number(-708) ? (doubles)((longs)series + (integer_of(whole) << 52)) : doubles{};
 }
 
 // The next W logits, -infinity after the last one.
@@ -68,8 +60,9 @@ void filter(const float* x, int64_t n_id, int64_t k, double limit, std::vector<i
         const doubles scale = number(WHOLE / sum);
         for (int64_t i = 0; i < n_id; i += W) {
             std::memcpy(&each, masses.data() + i, sizeof each);
-            const longs mass = __builtin_convertvector(each * scale, longs);
-            std::memcpy(masses.data() + i, &mass, sizeof mass);
+            const doubles mass = each * scale, high = rounded(mass * number(0x1p-31));
+            const longs whole = (integer_of(high) << 31) + integer_of(mass - high * number(0x1p31));
+            std::memcpy(masses.data() + i, &whole, sizeof whole);
         }
     }
     int64_t counts[N_BUCKET] = {}, sums[N_BUCKET] = {}, count = 0, mass = 0;

@@ -1,46 +1,34 @@
-// Standard Gumbel numbers on a CPU: Philox4x32-10 and two logarithms in registers, 8 pairs of ids at a time.
+// Standard Gumbel numbers on a CPU: Philox4x32-10 and two logarithms in registers, W pairs of ids at a time.
 //
 // The words are those of engine/sampling/noise.py. Logarithms are in float64, within 2 units of its last place, and the result
 // is rounded once to float32: another library's logarithm gives the same bits but where a rounding boundary lies
 // between the two.
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
+#include "engine/sampling/doubles.hpp"
 
 namespace {
 
-constexpr int W = 8;
 constexpr int64_t IDS_PER_TASK = 4096;
-
-typedef uint64_t words __attribute__((vector_size(8 * W)));
-typedef int64_t longs __attribute__((vector_size(8 * W)));
-typedef double doubles __attribute__((vector_size(8 * W)));
-typedef float floats __attribute__((vector_size(4 * W)));
-
 constexpr uint64_t MASK = 0xffffffff;
-
-inline doubles number(double x) { return x - doubles{}; }
 
 // Of positive numbers that are neither subnormal nor infinite: x = 2^k m, m in [sqrt(1/2), sqrt(2)), and
 // log(m) = 2 atanh(s), s = (m - 1) / (m + 1), by its series: |s| < 0.172, so twelve terms reach 2^-56.
 inline doubles log_of(doubles x) {
-    constexpr int64_t ROOT_OF_HALF = 0x3fe6a09e667f3bcd, ONE = 0x3ff0000000000000, MANTISSA = 0x000fffffffffffff;
-    const longs shifted = (longs)x + (ONE - ROOT_OF_HALF), k = (shifted >> 52) - 1023;
+    constexpr uint64_t ROOT_OF_HALF = 0x3fe6a09e667f3bcd, ONE = 0x3ff0000000000000, MANTISSA = 0x000fffffffffffff;
+    const words shifted = (words)x + (ONE - ROOT_OF_HALF);
     const doubles f = (doubles)((shifted & MANTISSA) + ROOT_OF_HALF) - number(1);
     const doubles s = f / (f + number(2)), z = s * s;
     doubles series = number(1.0 / 23);
     for (int n = 21; n >= 3; n -= 2) series = series * z + number(1.0 / n);
     // 2 s = f - s f: f is exact, which keeps the digits of a logarithm near 0. ln(2) in two parts, the first short.
-    const doubles whole = __builtin_convertvector(k, doubles);
+    const doubles whole = number_of(shifted >> 52) - number(1023);
     const doubles rest = 2 * s * z * series - s * f + whole * number(1.90821492927058770002e-10);
     return whole * number(6.93147180369123816490e-01) + (f + rest);
 }
 
 // -log(-log(u)) of u = (high 32 bits, low 21 bits) / 2^53; 0 counts as 2^-54.
 inline floats gumbel_of(words high, words low) {
-    const longs bits = (longs)(high << 21 | low >> 11);
-    const doubles u = __builtin_convertvector(bits, doubles) * number(0x1p-53);
+    const doubles u = number_of(high) * number(0x1p-32) + number_of(low >> 11) * number(0x1p-53);
     const doubles positive = u > number(0x1p-54) ? u : number(0x1p-54);
     return __builtin_convertvector(-log_of(-log_of(positive)), floats);
 }
@@ -52,7 +40,7 @@ void draw(uint64_t seed, uint64_t request, uint64_t position, uint64_t purpose, 
         for (int lane = 0; lane < W; ++lane) c0[lane] = id / 2 + lane;
         uint64_t k0 = seed & MASK, k1 = seed >> 32;
         for (int round = 0; round < 10; ++round) {
-            const words a = c0 * 0xD2511F53, b = c2 * 0xCD9E8D57;
+            const words a = product(c0, 0xD2511F53), b = product(c2, 0xCD9E8D57);
             c0 = (b >> 32) ^ c1 ^ k0, c1 = b & MASK, c2 = (a >> 32) ^ c3 ^ k1, c3 = a & MASK;
             k0 = (k0 + 0x9E3779B9) & MASK, k1 = (k1 + 0xBB67AE85) & MASK;
         }
