@@ -20,8 +20,7 @@ def try_policy(policy: Policy, model: KVShape) -> None:
         length, sizes = tried.entries(LARGEST_BUDGET) + BEYOND, (model.n_kv_head, model.n_head, model.head_dim)
         cache = tried.new_cache(TrialShape(len(layers), *sizes), 1, length, "cpu", torch.float32)
         positions = torch.arange(length).expand(2, -1)
-        slots: object = cache.slots(positions)
-        seen = described(slots)
+        seen = described(slots := cache.slots(positions))
         if isinstance(slots, Tensor) and slots.shape == positions.shape and slots.dtype == torch.int64:
             is_bad = (slots < 0) | (slots > positions) | (slots >= cache.capacity)
             seen = f"slot {int(slots[is_bad][0])} for position {int(positions[is_bad][0])}" if is_bad.any() else ""
