@@ -21,7 +21,7 @@ from common.say import note_without_effect
 from engine.drafters.config import AUTO, DrafterConfig, Trait, Wrapper, drafters, wrappers
 from engine.drafters.text_drafter import text_kinds
 from kv_cache import Policy
-from kv_cache.policy import BudgetedPolicy, policies
+from kv_cache.policy import BudgetedPolicy, name_of, policies
 from models.names import Dtype, KVDtype, Scheme
 
 DEFAULT_POLICY = "streaming"
@@ -277,6 +277,9 @@ def _draft(kind: type[DrafterConfig], policy: type[Policy], given: Mapping[str, 
         options = {name: given[name] for name in names if name in given} | options
         if "policy" in names:
             options["policy"] = made(policy)
+        if lacking := ", ".join(sorted(kind.__abstractmethods__)):
+            what, fix = "a class lacks methods that its kind needs", f"define {lacking} (docs/extending.md)"
+            refuse(name_of(kind), f"no {lacking}", lacking, what, fix)
         if missing := [name for name in required_options(kind) if name not in options]:
             asked = flag(kind.ASKED_BY) if issubclass(kind, Wrapper) else kind.name
             refuse(missing[0], "nothing", "a value", f"{asked} needs {flag(missing[0])}", f"add {flag(missing[0])}")

@@ -6,21 +6,21 @@ import importlib
 import pkgutil
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
-from common.errors import refuse
+from common.errors import UserError, refuse
 from common.say import say
 from kv_cache.base import Device, KVCache, KVShape, TrialShape
 
 Kind = TypeVar("Kind", bound=type)
-# The model, the largest budget, and the tokens beyond it, that a policy is tried on before anything is loaded.
-TINY = TrialShape(head_dim=4)
-DRY_RUN_BUDGET, BEYOND = 1024, 64
 
 
 @dataclass(frozen=True)
@@ -57,21 +57,9 @@ class Policy(ABC):
         return False
 
     def check(self) -> None:
-        """Raise ConfigError if its cache cannot be made, or misbehaves in a dry run. Not for `auto` entries."""
-        self.new_cache(TINY, 1, 1, "meta", torch.float32)
-        tried = self.within(DRY_RUN_BUDGET, 1)
-        length = tried.entries(DRY_RUN_BUDGET) + BEYOND
-        tried.dry_run(tried.new_cache(TINY, 1, length, "cpu", torch.float32), length)
-
-    def dry_run(self, cache: KVCache, length: int) -> None:
-        """Raise ConfigError if `cache`, an empty row of a tiny model, misbehaves on a text of `length` tokens."""
-        positions = torch.arange(length)
-        slots = cache.slots(positions)
-        bad = ((slots < 0) | (slots > positions) | (slots >= cache.capacity)).nonzero().flatten().tolist()
-        if bad:
-            where, seen = f"{type(cache).__name__}.slots", f"slot {int(slots[bad[0]])} for position {bad[0]}"
-            required = f"0 <= slot <= position, and slot < {cache.capacity}, the number of entries"
-            refuse(where, seen, required, "a policy puts a token where rounds do not read it", "correct the policy")
+        """Raise ConfigError if its cache cannot be made. Not for `auto` entries."""
+        with errors_refused(self):
+            self.new_cache(TrialShape(), 1, 1, "meta", torch.float32)
 
     def alternatives(self, prefix_len: int) -> list[Policy]:
         """Return the policies that `auto` chooses among for prompts of `prefix_len` tokens; this policy without it."""
@@ -126,6 +114,32 @@ class BudgetedPolicy(Policy):
         return self.budget
 
 
+@contextmanager
+def errors_refused(policy: Policy) -> Iterator[None]:
+    """Turn an error of a policy's code into ConfigError, which names the last line that ran in the policy's file."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's file raises
+        module, where = type(policy).__module__, name_of(type(policy))
+        for frame, line in walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__") == module:
+                where = f"{module}.{frame.f_code.co_qualname}, line {line}"
+        seen, what = f"{type(error).__name__}: {error}", f"the policy {type(policy).__name__} fails in its trial"
+        refuse(where, seen, "no error for any prompt, layer or head", what, "correct the policy (docs/extending.md)")
+
+
+def described(value: object) -> str:
+    """Return the dtype and shape of a tensor, for an error; of another value, what it is."""
+    return f"{value.dtype} {[*value.shape]}" if isinstance(value, torch.Tensor) else repr(value)[:80]
+
+
+def name_of(code: Any) -> str:
+    """Return the module and the name of a class or a method, for an error."""
+    return f"{code.__module__}.{code.__qualname__}"
+
+
 def policies() -> dict[str, type[Policy]]:
     """Return the policies of this folder by name."""
     return registered("kv_cache", Path(__file__).parent, Policy)
@@ -147,7 +161,7 @@ def registered(package: str, folder: Path, kind: Kind) -> dict[str, Kind]:
         if is_left_out or "name" not in vars(subclass):
             continue
         if (other := found.setdefault(subclass.name, subclass)) is not subclass:
-            where, others = (f"{each.__module__}.{each.__qualname__}" for each in (subclass, other))
+            where, others = map(name_of, (subclass, other))
             seen, what = f"name = {subclass.name!r}, as {others}", "two classes have the same name"
             refuse(where, seen, "a name that no other class has", what, "rename one of them, or remove its file")
     return dict(sorted(found.items()))

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from common.errors import refuse, require_at_least
 from kv_cache.base import Device, KVCache, KVShape, PromptEntries
-from kv_cache.full import FullKVCache
-from kv_cache.policy import TINY, BudgetedPolicy
+from kv_cache.policy import BudgetedPolicy, described, name_of
 from kv_cache.ring import RingKVCache
 
 
@@ -36,15 +35,11 @@ class ScoredKVCache(RingKVCache):
         # A selected entry fits next to sinks and window, and the shortest prompt that is selected from has all queries.
         require_at_least("draft_budget", budget, max(policy.n_first + window + 1, policy.n_queries))
         super().__init__(config, max_batch, budget, budget - window, device, dtype)
-        self.n_queries, self._score = policy.n_queries, policy.score
+        self.n_queries, self._policy = policy.n_queries, policy
 
     def selected(self, kept: Tensor, prompt: PromptEntries) -> Tensor:
-        scores, n_kv_head, n_older = self._score(prompt), self.entries.shape[3], prompt.length - self.window
-        if scores.shape not in ((n_kv_head, prompt.length), (n_kv_head, n_older)):
-            what, fix = "a policy's scores are not one for each KV head and entry", "score each key of each head"
-            required = f"[n_kv_head, length] = {n_kv_head, prompt.length}"
-            refuse(self._score.__qualname__, tuple(scores.shape), required, what, fix)
-        chosen = scores[:, :n_older].topk(self.n_fixed, dim=1).indices.sort(dim=1).values
+        scores = self._policy.older_scores(prompt)
+        chosen = scores.topk(self.n_fixed, dim=1).indices.sort(dim=1).values
         return torch.cat([chosen, kept[self.n_fixed :].expand(len(chosen), -1)], dim=1)
 
 
@@ -61,11 +56,17 @@ class ScoredPolicy(BudgetedPolicy):
         """Return scores `[n_kv_head, length]` of one layer's entries of a prompt; the highest stay. The last
         `snapkv_window` tokens stay whatever they score, and may be left out."""
 
-    def dry_run(self, cache: KVCache, length: int) -> None:
-        super().dry_run(cache, length)
-        source = FullKVCache(TINY, 1, length)
-        source.entries.copy_(torch.arange(source.entries.numel()).view(source.entries.shape) % 97)
-        cache.fill_row(0, source, length, queries=[torch.ones(TINY.n_head, self.n_queries, TINY.head_dim)])
+    def older_scores(self, prompt: PromptEntries, allows_nan: bool = True) -> Tensor:
+        """Return the scores of the entries before the window. Errors: ConfigError if `score` returns anything else."""
+        scores, n_older = self.score(prompt), prompt.length - self.snapkv_window
+        shapes = [[prompt.cache.entries.shape[3], n] for n in (prompt.length, n_older)]
+        is_tensor = isinstance(scores, Tensor) and [*scores.shape] in shapes and scores.dtype != torch.bool
+        if not is_tensor or not (allows_nan or not scores[:, :n_older].isnan().any()):
+            seen = f"{described(scores)} with NaN" if is_tensor else described(scores)
+            required = f"numbers, such as float32, [n_kv_head, length] = {shapes[0]}"
+            what = "a policy's scores are not a number for each KV head and entry"
+            refuse(name_of(self.score), seen, required, what, "return one for each; -inf ranks last")
+        return scores[:, :n_older]
 
     @property
     def n_queries(self) -> int:

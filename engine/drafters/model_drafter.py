@@ -23,6 +23,7 @@ from engine.runner import ModelRunner
 from kv_cache import FullKVCache, KVCache, Policy
 from kv_cache.full import Full
 from kv_cache.streaming import Streaming
+from kv_cache.trial import try_policy
 from models import ModelConfig
 from models.checkpoints.config_changes import NO_CHANGES, ConfigChanges
 from models.checkpoints.loading import expected_shapes
@@ -209,7 +210,7 @@ class ModelDrafterConfig(DrafterConfig):
         policy = self.policy.for_context(trained, length)
         if changes and trained < length and not policy.in_cache_positions:
             source = find(changes)
-        check_window(source, policy)
+        check_policy(source, policy)
         entries = KV_DTYPES.get(self.draft_kv_dtype, dtype)
         cache = {"policy": policy, "capacity": policy.entries(length), "kv_dtype": entries}
         return {"config": self, "gamma": gamma, "source": source, **cache}
@@ -240,12 +241,13 @@ class ModelDrafterConfig(DrafterConfig):
             refuse("draft_budget", AUTO, "a number of entries", what)
 
 
-def check_window(source: ModelSource, policy: Policy) -> None:
-    """Raise ConfigError if a policy could select entries that a model's sliding window hides."""
+def check_policy(source: ModelSource, policy: Policy) -> None:
+    """Raise ConfigError if a policy could select entries that a model's sliding window hides, or fails in a trial."""
     if source.config.sliding_window is not None and policy.selects:
         what, where = "a policy selects entries that a sliding window hides", f"{flag('draft_policy')} on {source.name}"
         required, fix = "a model that attends to the whole context", f"use {flag('draft_policy')} streaming"
         refuse(where, policy.name, required, what, fix)
+    try_policy(policy, source.config)
 
 
 def _linear_shapes(config: ModelConfig, n_ranks: int) -> list[tuple[int, ...]]:

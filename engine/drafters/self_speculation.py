@@ -13,7 +13,7 @@ from common.errors import ConfigError, flag, refuse
 from engine.batch import Batch
 from engine.drafters.base import RowUpdate
 from engine.drafters.config import BuildInputs
-from engine.drafters.model_drafter import CachedPlan, ModelDrafter, ModelDrafterConfig, check_window
+from engine.drafters.model_drafter import CachedPlan, ModelDrafter, ModelDrafterConfig, check_policy
 from engine.drafters.stored import Models, PlannedTarget, Weights, largest_shard, weights_bytes
 from engine.runner import ModelRunner
 from kv_cache import KVCache, StreamingKVCache, WriteThroughKVCache
@@ -105,7 +105,7 @@ class SelfConfig(ModelDrafterConfig):
     def plan(self, target: PlannedTarget) -> SelfPlan:
         self.check()
         self.check_layers(target.source.config.n_layer)
-        check_window(target.source, self.policy)
+        check_policy(target.source, self.policy)
         gamma, dtype = self.fitting_gamma(sys.maxsize), self.dtype(target)
         scheme = self.scheme(target, target.source, len(target.group)) or target.weights.quantize
         # "same" means entries as the target's, where these are in 8 bits, or else the draft's dtype.

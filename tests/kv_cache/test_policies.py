@@ -11,6 +11,7 @@ from engine.drafters import RowUpdate
 from kv_cache.base import EMPTY
 from kv_cache.policy import policies
 from kv_cache.scored import ScoredKVCache
+from kv_cache.trial import try_policy
 from tests.support.policies import BY_POSITION, POLICIES, SELF_DRAFT_POLICIES, Size, SmallestKeys, new_cache
 from tests.support.tiny import TINY, random_prompts, tiny_runner
 
@@ -99,28 +100,58 @@ def test_slots_hold_the_retained_positions(policy):
         assert len(set(block.tolist())) == len(block)
 
 
-@pytest.mark.parametrize("score", [lambda keys: keys[..., 0].T, lambda keys: keys[:, 4:, 0]])
-def test_scores_of_another_shape_are_refused_before_a_run(score):
-    class OtherShape(SmallestKeys):
+MANY_LAYERS = replace(TINY, n_layer=40, head_dim=64)
+SCORES = {
+    r"not a number .*\.score\n.*float32 \[88, 2\]\n.* \[2, 88\]\n": lambda prompt: prompt.keys[..., 0].T,
+    "not a number .*84": lambda prompt: prompt.keys[:, 4:, 0],
+    r"not a number .*torch\.bool": lambda prompt: prompt.keys[..., 0] > 0,
+    r"not a number .*seen: +None": lambda prompt: None,
+    r"not a number .*with NaN": lambda prompt: prompt.keys[..., 0] * (float("nan") if prompt.layer == 39 else 1),
+    r"fails in its trial.*lambda.*, line \d+\n.*IndexError: index 64": lambda prompt: prompt.keys[:, :, 64],
+    "fails in its trial.*AttributeError": lambda prompt: prompt.norms,
+}
+
+
+@pytest.mark.parametrize("message", SCORES)
+def test_scores_that_cannot_be_ranked_are_refused_before_a_run(message):
+    class OtherScores(SmallestKeys):
         def score(self, prompt):
-            return score(prompt.keys)
+            return SCORES[message](prompt)
 
-    with pytest.raises(ConfigError, match="not one for each KV head"):
-        OtherShape(24, 8).check()
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        try_policy(OtherScores(24, 8), MANY_LAYERS)
 
 
-@pytest.mark.parametrize("slots", [lambda positions: 23 - positions % 24, lambda positions: positions])
-def test_slots_beyond_a_position_or_the_budget_are_refused_before_a_run(slots):
+def test_a_policy_is_tried_in_the_sizes_of_the_model():
+    class OfModel(SmallestKeys):
+        def score(self, prompt):
+            assert prompt.layer in (0, prompt.n_layer - 1) and prompt.n_layer == 40
+            return prompt.keys[..., torch.arange(32, 64)].norm(dim=-1)
+
+    try_policy(OfModel(24, 8), MANY_LAYERS)
+
+
+SLOTS = {
+    r"OtherSlots\.slots\n.*slot 23 for position 0": lambda positions: 23 - positions % 24,
+    r"OtherSlots\.slots\n.*slot 24 for position 24": lambda positions: positions,
+    r"OtherSlots\.slots\n.*int64 \[1, 88\]\n.*int64 \[2, 88\]": lambda positions: positions[:1],
+    "float32": lambda positions: (positions % 24).float(),
+    "Misplaced fails in its trial.*IndexError": lambda positions: torch.arange(24)[positions],
+}
+
+
+@pytest.mark.parametrize("message", SLOTS)
+def test_slots_that_rounds_cannot_use_are_refused_before_a_run(message):
     class OtherSlots(ScoredKVCache):
         def slots(self, positions):
-            return slots(positions)
+            return SLOTS[message](positions)
 
     class Misplaced(SmallestKeys):
         def new_cache(self, config, max_batch, length, device, dtype):
             return OtherSlots(config, max_batch, self, device, dtype)
 
-    with pytest.raises(ConfigError, match=r"OtherSlots\.slots"):
-        Misplaced(24, 8).check()
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        try_policy(Misplaced(24, 8), TINY)
 
 
 def test_a_policy_sees_the_values_and_positions_of_each_layer():
