@@ -11,8 +11,9 @@ from typing import Annotated, ClassVar, Literal
 
 from tyro.conf import Suppress, arg
 
-from bench.draft_flags import DraftFlags, Given, ModelDraft
+from bench.draft_flags import DraftFlags, ModelDraft
 from common.errors import ConfigError, flag, refuse, require_at_least
+from common.flags import Given
 from common.jsonl import require_appendable
 from engine.drafters.config import AUTO, DrafterConfig
 from models.checkpoints.config_changes import ConfigChanges

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from tyro.conf import arg
 
 from common.errors import flag, refuse
+from common.flags import Given
 from common.say import note_without_effect
 from engine.drafters.config import AUTO, DrafterConfig, Trait, Wrapper, drafters, wrappers
 from engine.drafters.text_drafter import text_kinds
@@ -34,9 +35,6 @@ ALONE = [name for name, kind in drafters().items() if Trait.SECOND_MODEL not in 
 WITH_MODEL = [name for name in drafters() if name not in ALONE]
 FORMS = f"{', '.join(ALONE)}, a converted checkpoint, or {', '.join(f'{name}:PATH' for name in WITH_MODEL)}"
 
-Value = TypeVar("Value")
-# An option that may be left out, whose help says the default.
-Given = Annotated[Value | None, arg(help_behavior_hint="")]
 POLICY: Any = arg(
     help_behavior_hint="",
     help=f"what the cache keeps (default: {DEFAULT_POLICY}): {', '.join(policies())}; auto, of a self-draft: whichever "

@@ -99,6 +99,7 @@ def gains(plan: Plan, plain: GenerateOutput | None, output: GenerateOutput | Non
         same = sum(map(eq, plain.tokens, output.tokens))
     return {
         **acceptance(drafted.stats.rows if drafted else None),
+        "by_row": counts_by_row(drafted.stats.rows) if drafted else None,
         "speedup": ratio(tokens_per_second(drafted), tokens_per_second(plain)),
         "speedup_standard_error": speedup_standard_error(plain, drafted) if plain and drafted else None,
         "identical_sequences": same,
@@ -201,7 +202,6 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
         "prefill_taken_over": session.runner.prefixes.n_taken_over if session.runner.prefixes else 0,
         "tokens_generated": sum(map(len, passes.last.tokens)),
         **gains(plan, baseline, speculative),
-        "by_row": counts_by_row(drafted.stats.rows) if drafted else None,
         "decode_tokens_per_second": tokens_per_second(drafted if speculative else baseline),
         "baseline_tokens_per_second": tokens_per_second(baseline),
         "wall_speedup": ratio(*(_tokens_per_wall_second(output) for output in (drafted, baseline))),

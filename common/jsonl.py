@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, UserError, refuse
+from common.errors import ConfigError, DataError, UserError, refuse
 from common.say import say
 
 
@@ -110,12 +110,17 @@ def _is_torn(line: bytes) -> bool:
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """Yield the JSON values of a file, if it exists, with the numbers of their lines; the text of a line without JSON,
-    and a reason for JSON that Python does not read.
+    """Yield the JSON values of a file, with the numbers of their lines; the text of a line without JSON, and a reason
+    for JSON that Python does not read.
 
-    Empty lines are skipped, and so are objects without an end, since their writer was killed.
+    Empty lines are skipped, and so are objects without an end, since their writer was killed. Errors: DataError for a
+    file that cannot be read.
     """
-    lines = Path(path).read_bytes().split(b"\n") if Path(path).exists() else []
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        required, fix = "a file of JSON lines", "name another file"
+        refuse(Path(path), error.strerror, required, "a file cannot be read", fix, DataError)
     for number, line in enumerate(lines, 1):
         try:
             yield number, json.loads(line)

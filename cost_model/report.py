@@ -11,9 +11,10 @@ from tyro.conf import arg
 
 from bench.auto.costs import MS_OF_ROUNDS, Costs, tokens_per_round
 from bench.config import AUTO, Output, Target
-from bench.draft_flags import BUDGETED, Given
+from bench.draft_flags import BUDGETED
 from bench.record import rounded
 from common.errors import flag, refuse, require_at_least
+from common.flags import Given
 from common.jsonl import publish, read_lines, require_appendable
 from common.provenance import git_commit
 from common.say import note_without_effect, say
@@ -168,7 +169,7 @@ class CostFlags:
 def recorded_cells(path: str, alpha: float | None) -> list[Cell]:
     """Return the costs that the runs in a file measured, with the acceptance rate that they saw unless it is given.
 
-    Errors: ConfigError if there are none.
+    Errors: ConfigError if there are none, DataError without a file.
     """
     cells = []
     for _, line in read_lines(path):

@@ -7,7 +7,7 @@
 
 Reads what benchmarks and reproduce/compare.py append to --output, and sweeps. A point is a median over repeats. Bars
 are the range of repeats, or a 95% interval over rows of rates that were measured once. What has no value on the x axis,
-such as a draft without a budget, is a level. A y axis begins at zero, or has a mark where it is broken.
+such as a draft without a budget, is a level with a band. A y axis begins at zero, or has a mark where it is broken.
 """
 
 import math
@@ -20,13 +20,13 @@ from typing import Annotated, Any, NamedTuple
 from tyro.conf import Positional, arg
 
 import bench
-from bench.draft_flags import Given
 from common import cli
 from common.checkout import ROOT
 from common.errors import DataError, refuse
+from common.flags import Given
 from reproduce.helpers.columns import drafter_text
 from reproduce.helpers.pairs import RATES, interval
-from reproduce.helpers.records import Record, grouped, read_records, rows_of, selected
+from reproduce.helpers.records import Record, columns_of, grouped, read_records, refuse_name, rows_of, selected
 
 DOUBLED = ("prefix_len", "B", "draft_budget", "gen_len")  # drawn on a logarithmic axis
 AXES = (*DOUBLED, "gamma", "temperature", "context", "clients")
@@ -50,7 +50,7 @@ MARKERS, PANEL_INCHES, LEGEND_INCHES = "osD^vP*X<>hd", (3.4, 2.7), 0.2
 FORMATS = ("pdf", "svg", "png")
 # An axis is broken if no value is below this share of the largest.
 BROKEN_ABOVE = 0.5
-BARS = "bars: range of repeats, or 95% interval over rows"
+BARS = "bars, and bands of levels: range of repeats, or 95% interval over rows"
 FIGURES = str(ROOT / "reproduction" / "figures")
 
 
@@ -134,6 +134,7 @@ def draw(axes: Any, lines: Lines, labels: Sequence[str], x: str, y: str) -> None
         look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)], "linestyle": style}
         if line[0].x is None:
             axes.axhline(line[0].y, label=label, color=look["color"], linewidth=1.2, linestyle="-.")
+            axes.axhspan(line[0].low, line[0].high, color=look["color"], alpha=0.12, linewidth=0)
             continue
         bars = [[p.y - p.low for p in line], [p.high - p.y for p in line]]
         xs, ys = [p.x for p in line], [p.y for p in line]
@@ -187,7 +188,7 @@ def save(panels: Mapping[str, Mapping[Any, Lines]], x: str, facet: str | None, f
             set_limits(row)
         for axes, value in zip(grid[0], columns, strict=True):
             axes.set_title(f"{facet} {value}" if facet else "")
-        points = [p for lines in every for line in lines.values() for p in line if p.x is not None]
+        points = [p for lines in every for line in lines.values() for p in line]
         title = BARS if any(p.low < p.high for p in points) else None
         how = {"loc": "outside lower center", "ncols": n_columns, "frameon": False, "title": title}
         figure.legend(handles.values(), handles, **how)
@@ -204,6 +205,11 @@ def main(flags: Flags) -> None:
     records = [record for path in flags.records for record in read_records(path)]
     rows = rows_of(records, "by_length" if flags.x == GENERATED else "rows")
     rows = selected([row | {GENERATED: row.get("generated", [None])[-1]} for row in rows], flags.where)
+    named = {"x": (flags.x,), "facet": (flags.facet,), "lines": flags.lines}
+    for field, names in (named | {"y": flags.y if flags.y != MEASURED else ()}).items():
+        for name in filter(None, names):
+            if not any(name in row for row in rows):
+                refuse_name(field, name, columns_of(rows), "no row has such a column")
     measured = [row for row in rows if any(is_number(row.get(y)) for y in flags.y)]
     x, panels = flags.x or choose_x(measured or rows), dict[str, dict[Any, Lines]]()
     varied = flags.lines or varied_settings(measured, x, flags.facet)

@@ -125,9 +125,9 @@ def check_flags(cells: Sequence[Cell]) -> None:
 
 
 def read_states(path: str) -> dict[str, str]:
-    """Return the last status of each cell of the output file. Errors: DataError."""
+    """Return the last status of each cell of the output file, if it exists. Errors: DataError."""
     states = {}
-    for number, row in read_lines(path):
+    for number, row in read_lines(path) if os.path.exists(path) else ():
         try:
             states[str(Cell(row["script"], row["flags"]))] = row["status"]
         except (KeyError, TypeError):

@@ -26,11 +26,11 @@ from common.errors import DataError, refuse
 from common.say import say
 from common.tables import Column, console, markdown
 from cost_model.report import costs_of
-from reproduce.helpers.columns import SPECIFICATIONS, medians, of, pivot, ranked, shown
+from reproduce.helpers.columns import PIVOT, SPECIFICATIONS, medians, of, pivot, ranked, shown
 from reproduce.helpers.contenders import summary_rows
 from reproduce.helpers.pairs import with_differences
 from reproduce.helpers.published import is_acceptance_known, predict, published, published_speedups
-from reproduce.helpers.records import Record, grouped, read_records, rows_of, selected
+from reproduce.helpers.records import Record, grouped, read_records, refuse_name, rows_of, selected
 
 RESULTS = ROOT / "reproduce" / "results"
 DOCS = ("performance", "gpu", "long_texts", "trained_heads")
@@ -147,16 +147,28 @@ LINES: dict[str, Callable[[list[Record]], Sequence[Record]]] = {
 def made(
     name: str, records: list[Record], where: Sequence[str] | None = None
 ) -> tuple[Sequence[Record], Sequence[Column]]:
-    """Return the lines and the columns of a table. where: conditions in the place of the table's."""
+    """Return the lines and the columns of a table. where: conditions in the place of the table's. Errors: DataError for
+    records without a column that a pivot needs, or without half of another table's columns."""
     table = TABLES[name]
-    rows = LINES[table["lines"]](records) if "lines" in table else rows_of(records, table.get("each", "rows"))
-    rows = selected(rows, table.get("where", ()) if where is None else where)
-    if "median" in table:
-        rows = medians(rows, table["median"])
-    if "against" in table:
-        rows = with_differences(rows, table["against"])
-    rows, names = ranked(rows, table.get("sort", "")), table["columns"]
-    return pivot(rows, names, table["by"], table["cell"]) if "by" in table else (rows, of(names))
+    names, by = table["columns"], table.get("by")
+    needed = (names.replace(PIVOT, f"{by} {table['cell']}") if by else names).split()
+    try:
+        rows = LINES[table["lines"]](records) if "lines" in table else rows_of(records, table.get("each", "rows"))
+        chosen = (table.get("where", ()), f" of the table {name}") if where is None else (where,)
+        rows = selected(rows, *chosen)
+        if "median" in table:
+            rows = medians(rows, table["median"])
+        if "against" in table:
+            rows = with_differences(rows, table["against"])
+        rows = ranked(rows, table.get("sort", ""))
+        lacking = [each for each in needed if not shown(of(each), rows)]
+        if lacking and (by or len(lacking) >= len(needed) / 2):
+            raise KeyError(*lacking)
+    except KeyError as error:
+        required, fix = f"records with the columns of {name}", "name records of the command that its page gives"
+        seen = f"no {', no '.join(error.args)}"
+        refuse(f"the table {name}", seen, required, "the records lack columns", fix, DataError)
+    return pivot(rows, names, by, table["cell"]) if by else (rows, of(names))
 
 
 def provenance_line(records: Sequence[Record], file: str, page: Path) -> str:
@@ -176,6 +188,8 @@ def filled(page: Path) -> str:
     """Return the page's text with its tables made anew."""
 
     def make(place: re.Match) -> str:
+        if place[2] not in TABLES:
+            refuse_name(page, place[2], [*TABLES], "there is no such table")
         table, records = TABLES[place[2]], list[Record]()
         if file := table.get("file"):
             records = selected(read_records(RESULTS / file), table.get("records", ()))
@@ -193,18 +207,15 @@ def main(flags: Flags) -> None:
             print(f"wrote {page}")
         return
     if flags.name not in TABLES:
-        refuse("NAME", flags.name, ", ".join(TABLES), "there is no such table", "choose among these")
+        refuse_name("the command line", flags.name, [*TABLES], "there is no such table")
     records = [record for path in flags.records for record in read_records(path)]
     if not records and "file" in TABLES[flags.name]:
         what, fix = "the table has no records", "name a file after the table"
         refuse("the command line", "no file", "a file of records", what, fix, DataError)
-    try:
-        rows, columns = made(flags.name, records, flags.where)
-        text = console(rows, columns)
-    except KeyError as error:
-        required, fix = f"records with the columns of {flags.name}", "name records of the command that its page gives"
-        refuse(", ".join(flags.records), f"no column {error}", required, "a record lacks a column", fix, DataError)
-    print(text)
+    rows, columns = made(flags.name, records, flags.where)
+    print(console(rows, columns))
+    if flags.where is None and (usual := TABLES[flags.name].get("where")):
+        say(f"note: rows of {' '.join(usual)} alone, unless --where says others")
     if lacking := [column.head for column in columns if column not in shown(columns, rows)]:
         say(f"note: no record has: {'; '.join(lacking)}")
 

@@ -17,9 +17,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tyro.conf import arg
 
 from bench.config import RankOptions, RunConfig, Sampling, Target
-from bench.draft_flags import DraftFlags, Given
+from bench.draft_flags import DraftFlags
 from bench.session import Session
 from common.errors import flag, refuse, require_at_least
+from common.flags import Given
 from common.jsonl import require_appendable
 from common.process import is_leader, world_size
 from common.say import say

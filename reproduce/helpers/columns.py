@@ -57,8 +57,10 @@ def identical_text(record: Record) -> str | None:
     return None if same is None else f"{same:.0f} of {record['sequences']:.0f}"
 
 
-def gain_text(record: Record, speedup: str = "speedup", more: str = "mean_accepted_length") -> str:
+def gain_text(record: Record, speedup: str = "speedup", more: str = "mean_accepted_length") -> str | None:
     """Return a speedup, and what stands after it."""
+    if None in (record.get(speedup), record.get(more)):
+        return None
     return f"{speedup_text(record[speedup])} ({record[more]:.2f})"
 
 
@@ -82,7 +84,7 @@ def ratio_name(fact: Record) -> str:
 NAMED = (acceptance_text, bench.reads_text, drafter_text, paired_text, identical_text, prediction_text, ratio_name)
 VALUES: dict[str, Callable[[Record], object]] = {
     **{each.__name__: each for each in (*NAMED, marked_speedup, published.target_name, published.draft_name)},
-    "speedup_with_error": lambda record: with_error(record["speedup"], record.get("speedup_standard_error"), 2),
+    "speedup_with_error": lambda record: with_error(record.get("speedup"), record.get("speedup_standard_error"), 2),
     "score_with_error": lambda record: with_error(record.get("score"), record.get("score_standard_error"), 2),
     "gain": gain_text,
     "gain_by_acceptance": partial(gain_text, speedup="wall_speedup", more="acceptance_rate"),

@@ -1,12 +1,13 @@
 """Read records of runs: of benchmarks, sweeps and the programs of this folder; and select among their rows."""
 
 from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import bench
 from bench.draft_flags import parse_value
-from common.errors import DataError, refuse
+from common.errors import DataError, flag, refuse
 from common.jsonl import read_lines
 
 Record = dict[str, Any]
@@ -16,7 +17,7 @@ OF_WHOLE = ("by_row", "acceptance_standard_error", "speedups")
 
 def read_records(path: str | Path) -> list[Record]:
     """Return the records of a file of JSON lines, with the options of the target and the draft at the top. The row of a
-    sweep's failed cell has none. Errors: DataError for a file that is missing or has no record."""
+    sweep's failed cell has none. Errors: DataError for a file that cannot be read or has no record."""
     found = []
     for number, line in read_lines(path):
         if not isinstance(line, dict):
@@ -25,9 +26,11 @@ def read_records(path: str | Path) -> list[Record]:
         record = line.get("record", line)
         if record is not None:
             found.append(record.get("config", {}).get("target", {}) | record | bench.options_of(record))
+            if isinstance(record.get("rows"), int):  # a certificate counts them
+                del found[-1]["rows"]
     if not found:
-        seen = "no record" if Path(path).exists() else "no such file"
-        refuse(Path(path), seen, "a file of records", "there are no records", "name a file with records", DataError)
+        fix = "name a file with records"
+        refuse(Path(path), "no record", "a file of records", "there are no records", fix, DataError)
     return found
 
 
@@ -61,15 +64,26 @@ def parse_condition(text: str) -> tuple[str, list[Any]]:
     return name, [None if value == "none" else value for value in parse_values(values)]
 
 
-def selected(rows: Sequence[Record], conditions: Iterable[str]) -> list[Record]:
-    """Return the rows that fulfil every condition. Errors: DataError if none does."""
+def columns_of(rows: Iterable[Record]) -> list[str]:
+    return sorted({name for row in rows for name, value in row.items() if value is not None})
+
+
+def refuse_name(where: object, name: str, known: Sequence[str], what: str, fix: str = "use") -> NoReturn:
+    """Raise DataError for a name that is not known. fix: begins a sentence that ends with the nearest known name."""
+    near = next(iter(get_close_matches(name, known, 1)), "one of these")
+    refuse(where, name, ", ".join(known[:60]) + ", …" * (len(known) > 60), what, f"{fix} {near}", DataError)
+
+
+def selected(rows: Sequence[Record], conditions: Iterable[str], of: str = "") -> list[Record]:
+    """Return the rows that fulfil every condition. of: says in a message whose these are. Errors: DataError if no row
+    does."""
     for condition in conditions:
         name, values = parse_condition(condition)
         left = [row for row in rows if row.get(name) in values]
         if not left:
-            found = sorted({str(row[name]) for row in rows if row.get(name) is not None})
-            required = f"{name} of {', '.join(found[:12])}" if found else ", ".join(sorted({*rows[0]})[:60])
-            what = "no row is as described" if found else "the rows have no such column"
-            refuse(f"the condition {condition}", name, required, what, "choose among these", DataError)
+            seen, what = condition.partition("=")[2], "no row is as described"
+            if not (known := sorted({str(row[name]) for row in rows if row.get(name) is not None})):
+                seen, what, known = name, "no row has such a column", columns_of(rows)
+            refuse_name(f"the condition {condition}{of}", seen, known, what, f"give {flag('where')} with")
         rows = left
     return [*rows]

@@ -32,6 +32,7 @@ def test_a_draft_is_taken_apart_in_one_session(call) -> None:
     assert reads == [(dtype, *entries) for dtype in ("float32", "float64") for entries in (cut, all_entries)]
     assert all(row["identical_sequences"] == 4 for row in rows)
     names = "acceptance_rate", "acceptance_standard_error", "speedup", "speedup_standard_error", "verified"
+    names += ("by_row",)
     assert {name: record[name] for name in names} == {name: rows[0][name] for name in names}
     assert rows[3]["acceptance_rate"] == 1 > rows[2]["acceptance_rate"]
     assert all(row["speedup_standard_error"] > 0 for row in rows)

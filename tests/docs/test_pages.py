@@ -130,14 +130,16 @@ def test_records_of_sweeps_are_read_and_others_refused(tmp_path: Path):
         file.write_text(text)
         with pytest.raises(DataError, match=message):
             read_records(file)
-    with pytest.raises(DataError, match="no such file"):
-        read_records(tmp_path / "nothing.jsonl")
+    for path, message in ((tmp_path / "nothing.jsonl", "No such file"), (tmp_path, "directory")):
+        with pytest.raises(DataError, match=message):
+            read_records(path)
+    assert "No such file" in run(COST_MODEL, ["--records", str(tmp_path / "nothing.jsonl")]).refusal
 
 
 def test_rows_are_selected_by_conditions():
     rows = [{"text": text, "draft_budget": n} for text, n in (("book", 64), ("sampled", 64), ("book", None))]
     assert selected(rows, ["text=book", "draft_budget=64,none"]) == [rows[0], rows[2]]
-    for condition, message in (("text=passkey", "book, sampled"), ("txt=book", "no such column")):
+    for condition, message in (("text=boko", "with book"), ("txt=book", "such a column\n.*\n.*\n.*\n.*with text")):
         with pytest.raises(DataError, match=message):
             selected(rows, [condition])
 
@@ -157,4 +159,25 @@ def test_a_table_of_other_records_has_the_published_number_beside_them(tmp_path:
     file.write_text(json.dumps(record | {"speedup": 1.3, "draft_model": None}) + "\n")
     (line,) = run("reproduce/tables.py", ["speedups", str(file)]).out.splitlines()[1:]
     assert line.split()[:3] == ["Llama-3.1-8B", "self", "32768"] and line.split()[-1] == "1.22"
-    assert "cpu_storages" in run("reproduce/tables.py", ["nothing"]).refusal
+    assert "use cpu_storages" in run("reproduce/tables.py", ["cpu_storage"]).refusal
+
+
+@pytest.mark.parametrize(
+    ("table", "records", "message"),
+    [
+        ("prompt_sets", "budgets", "no category"),
+        ("serving_peers", "budgets", "no clients, no mode"),
+        ("lengths", "kept_answers", "no speedup_and_length"),
+        ("cpu_storages", "certify", "no rows"),
+        ("policies", "contexts_book", "give --where"),
+    ],
+)
+def test_a_table_of_records_of_another_kind_is_refused(table: str, records: str, message: str):
+    assert message in run("reproduce/tables.py", [table, str(tables.RESULTS / f"{records}.jsonl")]).refusal
+
+
+def test_a_page_that_names_an_unknown_table_is_named(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table budget -->\n<!-- end -->")
+    with pytest.raises(DataError, match=r"no such table\n.*page.md\n.*\n.*\n.*use budgets"):
+        tables.filled(page)

@@ -76,7 +76,8 @@ def test_what_has_no_number_is_left_out_and_counted(draw, tmp_path: Path):
     assert "speedup over B: 2 of 3 rows" in ended.out and "per_second over B: 3 of 3" in ended.out
     for kind in ("png", "svg", "pdf"):
         assert (tmp_path / "figures" / f"own.{kind}").stat().st_size
-    assert "range of repeats" in (tmp_path / "figures/own.svg").read_text()
+    draw([record(1, 1.5), record(2, 2.0), record(1, 1.0, speedups=[0.9, 1.1]) | {"B": None}])
+    assert "bands of levels" in (tmp_path / "figures/own.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -85,3 +86,9 @@ def test_what_has_no_number_is_left_out_and_counted(draw, tmp_path: Path):
 )
 def test_what_cannot_be_drawn_is_refused(draw, given: list[object], flags: str):
     assert "own.jsonl" in draw(given, *flags.split()).refusal
+
+
+@pytest.mark.parametrize("flags", ["--lines prefix_lne", "--facet prefix_lne", "--x prefix_lne", "--y prefix_lne"])
+def test_an_unknown_column_is_refused_with_the_nearest(draw, flags: str):
+    refusal = draw([record(1, 1.1), record(2, 1.2)], *flags.split()).refusal
+    assert flags.split()[0] in refusal and refusal.endswith("use prefix_len\n")
