@@ -142,6 +142,11 @@ class Filters(NamedTuple):
     def of(cls, rows: Iterable[SamplingParams]) -> Filters:
         return cls._make(map(max, zip(cls(), *(row.needs for row in rows), strict=True)))
 
+    @property
+    def adds_up(self) -> bool:
+        """True if PyTorch adds up a row's probabilities on a CPU, in another order for a single row than for more."""
+        return self.any_typical_p or (self.any_top_p and _kernel() is None)
+
     def __or__(self, other: Filters) -> Filters:
         return Filters._make(map(max, self, other))
 
