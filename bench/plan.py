@@ -185,7 +185,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
     device, source = resolve_device(stored.device), stored.source()
     dtype = DTYPES.get(stored.dtype) or auto_dtype(device, source)[0]
     if stored.quantize:
-        check_scheme(stored.quantize, device, source.config.n_expert)
+        check_scheme(stored.quantize, device, source.config.n_expert, flag("quantize"))
     group: tuple[int, ...] = (LEADER,)
     if config.ranks is None:
         require_single_process()

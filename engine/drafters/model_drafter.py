@@ -230,7 +230,7 @@ class ModelDrafterConfig(DrafterConfig):
             shapes = _linear_shapes(source.config, n_ranks)
             scheme = auto_draft_weights(target.device, self.dtype(target), shapes, source.published, target.n_rows)
         if scheme:
-            check_scheme(scheme, target.device, source.config.n_expert if source else 0)
+            check_scheme(scheme, target.device, source.config.n_expert if source else 0, flag("draft_weights"))
         return scheme
 
     def require_fixed(self) -> None:
