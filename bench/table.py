@@ -202,13 +202,19 @@ def few_rounds(record: Mapping[str, Any]) -> list[str]:
 
 def notes(record: dict[str, Any], automatic: Sequence[str]) -> list[str]:
     """Return sentences without which a record would be misread. automatic: see `Plan`."""
+def looping(record: Mapping[str, Any]) -> list[str]:
+    """Return a sentence if a text repeats itself."""
+    distinct = record.get("distinct_4gram_fraction")
+    if distinct is None or distinct >= LOOPING:
+        return []
+    return [f"the text repeats itself ({distinct:.0%} of its 4-grams are distinct), which is easy to draft"]
+
+
     found = []
     if contended := [name for name, usage in record["contention"].items() if usage["contended"]]:
         advice = "no time or speedup here is to be trusted (OMP_NUM_THREADS sets how many there are)"
         found.append(f"threads waited for processors during {', '.join(contended)}: {advice}")
-    if (distinct := record.get("distinct_4gram_fraction")) is not None and distinct < LOOPING:
-        found.append(f"the text repeats itself ({distinct:.0%} of its 4-grams are distinct), which is easy to draft")
-    found += attribution(record)
+    found += [*looping(record), *attribution(record)]
     if record["gen_len"] == 1:
         found.append("nothing was timed: the first new token comes from the prompt; --gen_len 2 or more decodes")
     if not (choices := record.get("choices")):
