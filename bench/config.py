@@ -206,7 +206,8 @@ class Passes:
     benchmark: bool = False
     """time draft and verification steps, in a separate pass"""
     ablate: bool = False
-    """decode with the draft three more times, in turns: with the target's weights, with all entries, and with both"""
+    """decode with the draft up to three more times, in turns: with the target's weights, with all entries, and with
+    both; --verification auto is then greedy or coupled, so that all decode one text"""
     by_length: int | None = None
     """report acceptance, costs and speedup for every stretch of this many generated tokens"""
     log_verification: str | None = None

@@ -65,6 +65,8 @@ def resolve_dataset(name: str, target: ModelSource, n_tokens: int = 0) -> str | 
     if not target.has_text:
         return None
     is_short = DEFAULT_BOOK.is_file() and n_tokens > DEFAULT_BOOK.stat().st_size / LEAST_BYTES
+    if name == AUTO and is_short:
+        say(f"note: the built-in book is too short for {n_tokens} tokens, so prompts come from PG-19")
     return name if name != AUTO else PG19 if is_short else BUILT_IN
 
 
@@ -218,7 +220,7 @@ def files_of(name: str, field: str, suffixes: Collection[str], names: str) -> li
 def hub_files(repository: str, revision: str, pattern: str, fix: str) -> list[Path]:
     """Return the files of a Hugging Face data set, from the hub or its local cache. Errors: DataError."""
     seen = "no such files in the downloaded snapshot"
-    say(f"looking for {repository} on the Hugging Face hub, or in its local cache")
+    say(f"looking for {repository} on the Hugging Face hub, or in its local cache (half a minute without a network)")
     try:
         folder = snapshot_download(repository, repo_type="dataset", revision=revision, allow_patterns=pattern)
         if files := sorted(Path(folder).glob(pattern)):

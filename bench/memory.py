@@ -27,7 +27,8 @@ FIXES = {
     "weights": f"use {flag('quantize')}, a narrower {flag('dtype')} or more ranks",
     "draft weights": f"use {flag('draft_weights')} same with a self-draft, or a smaller draft",
     "reserve": f"use another {flag('device')}",
-    "target KV": f"use a shorter {flag('prefix_len')} or 8 bits by {flag('kv_dtype')}",
+    "target KV": f"use a shorter {flag('prefix_len')}, or entries of the target in 8 bits ({flag('kv_dtype')} int8)",
+    "target KV in 8 bits": f"use a shorter {flag('prefix_len')}",
     "draft KV": f"use a smaller {flag('draft_budget')}",
     "activations of a prompt": f"use a shorter {flag('prefix_len')}",
     "activations of rows": f"use a shorter {flag('prefix_len')}",
@@ -61,7 +62,8 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     of_drafts = sum(sorted((per_row for _, per_row in drafts), reverse=True)[: plan.n_resident])
     reserve = 0 if plan.target.device.startswith("cpu") else RESERVE_BYTES
     fixed = {"weights": of_target, "draft weights": of_models, "reserve": reserve}
-    return MemoryPlan(fixed, {"target KV": kv, "draft KV": of_drafts})
+    of_entries = f"target KV{' in 8 bits' * (target.kv_dtype.itemsize == 1)}"
+    return MemoryPlan(fixed, {of_entries: kv, "draft KV": of_drafts})
 
 
 def require_room(plan: Plan) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from bench.config import AUTO, DEFAULT_PREFIX_LEN, Rows, RunConfig, Sampling
+from bench.config import AUTO, DEFAULT_PREFIX_LEN, ComparedSampling, Rows, RunConfig, Sampling
 from bench.data import load_prompts, resolve_dataset
 from common.errors import ConfigError, flag, refuse, require_at_least
 from common.process import LEADER
@@ -101,7 +101,9 @@ class Plan:
             if unused := [name for name in of_samples if getattr(sampling, name) != getattr(Sampling, name)]:
                 note_without_effect(unused, "temperature 0 is greedy")
             params = SamplingParams(**edits)
-        mode, config = resolve_mode(sampling.mode, [params]), replace(self.config, sampling=sampling)
+        config = replace(self.config, sampling=sampling)
+        asked = ComparedSampling(**vars(sampling)) if config.passes.ablate else sampling
+        mode = resolve_mode(asked.mode, [params])
         plan = replace(self, config=config, sampling=params, verification=mode)
         repeats_plain = plan.reproducible and not config.passes.no_baseline
         return replace(plan, target=replace(self.target, repeats_plain=repeats_plain))
@@ -140,7 +142,11 @@ def candidates(drafts: Sequence[DrafterConfig], target: PlannedTarget, ablate: b
             what, fix = "a draft is taken apart that is the same in all rounds", "name numbers and a policy"
             refuse("ablate", AUTO, "one draft with one policy, budget and gamma", what, fix)
         plans = [draft.ablated(*has).plan(target) for has in product((True, False), repeat=2) for draft in drafts]
-        plans = [plan for n, plan in enumerate(plans) if plan.record() not in [each.record() for each in plans[:n]]]
+        found = dict[str, DraftPlan]()
+        for plan in plans:
+            whole = {"draft_policy": "full", "draft_budget": target.length(plan.gamma)}
+            found.setdefault(str(plan.record() | (whole if plan.drops_nothing(target) else {})), plan)
+        plans = [*found.values()]
         if len(plans) < 2:
             required = "a draft over a cache, with cheaper weights or fewer entries than the target"
             what, fix = "there is nothing to ablate", f"leave out {flag('ablate')}"
@@ -185,7 +191,7 @@ def resolve(config: RunConfig, texts: Sequence[PromptText] | None = None, *, max
     device, source = resolve_device(stored.device), stored.source()
     dtype = DTYPES.get(stored.dtype) or auto_dtype(device, source)[0]
     if stored.quantize:
-        check_scheme(stored.quantize, device, source.config.n_expert)
+        check_scheme(stored.quantize, device, source.config.n_expert, flag("quantize"))
     group: tuple[int, ...] = (LEADER,)
     if config.ranks is None:
         require_single_process()

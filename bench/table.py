@@ -5,7 +5,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-from bench.draft_flags import written
+from bench.draft_flags import ModelDraft, written
 from bench.passes import PassResults
 from bench.record import make_record, ratio
 from bench.session import Session
@@ -124,8 +124,10 @@ def sampling_text(record: dict[str, Any]) -> str:
 def _draft_text(record: dict[str, Any]) -> str:
     if not record["gamma"]:
         return ""
-    name = written(record["config"]["draft"] | {"draft_policy": record["draft_policy"], "gamma": record["gamma"]})
-    return f"drafts by {' or '.join([name, *record.get('auto_drafts', ())])}"
+    options = record["config"]["draft"]
+    name = written(options | {"draft_policy": record["draft_policy"], "gamma": record["gamma"]})
+    own = "".join(f", {name} {value}" for name, value in options.items() if name not in ModelDraft.__dataclass_fields__)
+    return f"drafts by {' or '.join([name + own, *record.get('auto_drafts', ())])}"
 
 
 def table(record: dict[str, Any]) -> str:
@@ -188,9 +190,9 @@ def attribution(record: dict[str, Any]) -> list[str]:
     ways = [f"{share:.0%} of the bytes of the {name}" for name, share in shares.items() if share < 1]
     if len(ways) > 1:
         apart = "tests/selfspec_benchmark.py --ablate takes them apart"
-        return [f"the draft gains by reading {' and '.join(ways)}{keeps}; {apart}"]
-    gains = f"gains by reading {ways[0]} alone" if ways else "reads all that a plain step reads, so that it cannot gain"
-    return [f"the draft {gains}{keeps}"]
+        return [f"the draft can gain by reading {' and '.join(ways)}{keeps}; {apart}"]
+    reads = f"can gain by reading {ways[0]} alone" if ways else "reads all that a plain step reads: it cannot gain"
+    return [f"the draft {reads}{keeps}"]
 
 
 def few_rounds(record: Mapping[str, Any]) -> list[str]:
@@ -200,15 +202,21 @@ def few_rounds(record: Mapping[str, Any]) -> list[str]:
     return [f"too few rounds with all rows busy for a speedup, {n}"] if is_few else []
 
 
+def looping(record: Mapping[str, Any]) -> list[str]:
+    """Return a sentence if a text repeats itself."""
+    distinct = record.get("distinct_4gram_fraction")
+    if distinct is None or distinct >= LOOPING:
+        return []
+    return [f"the text repeats itself ({distinct:.0%} of its 4-grams are distinct), which is easy to draft"]
+
+
 def notes(record: dict[str, Any], automatic: Sequence[str]) -> list[str]:
     """Return sentences without which a record would be misread. automatic: see `Plan`."""
     found = []
     if contended := [name for name, usage in record["contention"].items() if usage["contended"]]:
         advice = "no time or speedup here is to be trusted (OMP_NUM_THREADS sets how many there are)"
         found.append(f"threads waited for processors during {', '.join(contended)}: {advice}")
-    if (distinct := record.get("distinct_4gram_fraction")) is not None and distinct < LOOPING:
-        found.append(f"the text repeats itself ({distinct:.0%} of its 4-grams are distinct), which is easy to draft")
-    found += attribution(record)
+    found += [*looping(record), *attribution(record)]
     if record["gen_len"] == 1:
         found.append("nothing was timed: the first new token comes from the prompt; --gen_len 2 or more decodes")
     if not (choices := record.get("choices")):

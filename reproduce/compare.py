@@ -25,7 +25,6 @@ texts of ruler: are made by --seed; contexts of files that are too long lose the
 acceptance alone.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,7 +37,7 @@ from tyro.conf import arg
 import bench
 from bench.config import AUTO, BatchSize, ComparedSampling, Output, Rows, RunConfig, Sampling, Sizes, Target, Text
 from bench.data import by_category, load_prompts
-from bench.draft_flags import ALONE, DraftNumbers, parse_draft, required_options
+from bench.draft_flags import ALONE, DEFAULT_POLICY, DraftNumbers, parse_draft, required_options
 from common import cli
 from common.checkout import ROOT
 from common.errors import flag, refuse, require_at_least
@@ -164,13 +163,14 @@ def named_configs(flags: Flags) -> Configs:
     """Return every drafter with its name, once for each budget and gamma that it can have, and after it the drafts that
     rounds may take instead. Errors: ConfigError."""
     names, given = flags.drafters, flags.draft.given()
-    policies = [name for name in names or () if re.match("self[:=]", name)]
-    if names and len(policies) > 1 and not any(name.startswith(CEILING) for name in policies):
-        names = (*names, CEILING)
     repeats_plain = SAMPLED not in flags.kinds or flags.sampling_of(SAMPLED).mode == "coupled"
     able = {name: drafters()[name] for name in ALONE if given.keys() >= {*required_options(drafters()[name])}}
     usual = [name for name, kind in able.items() if repeats_plain or Trait.NEEDS_BASELINE not in kind.TRAITS]
     chosen = [(name, parse_draft(name, "drafters", is_whole=True)) for name in names or usual]
+    of_self = [given | options for _, options in chosen if options["draft"] == "self"]
+    policies = {options.get("draft_policy", DEFAULT_POLICY) for options in of_self}
+    if len(policies) > 1 and "full" not in policies:
+        chosen.append((CEILING, parse_draft(CEILING, "drafters")))
     models = {options["draft_model"]: name for name, options in chosen if "draft_model" in options}
     if len(models) > 1:
         fix, what = "run the other model by itself, into the same file", "a session holds a single draft model"
@@ -292,7 +292,12 @@ def main(flags: Flags) -> None:
     table = console(rows, shown(of(COLUMNS), rows))
     notes = ["  *: slower than plain decoding"] if "*" in table else []
     if any(row["difference"] for row in rows):
-        notes.append(f"  difference: of the acceptance from that of {configs[0][0]} on the same text, 95% interval")
+        base, n_budgets = configs[0][0], len({*flags.budgets})
+        same = f", with the same budget, or else with that of {flags.budgets[0]}" if n_budgets > 1 else ""
+        notes.append(f"  difference: of the acceptance from that of {base} on the same text{same}; 95% interval")
+    by_distinct = sorted(filter(bench.looping, rows), key=itemgetter("distinct_4gram_fraction"), reverse=True)
+    worst = {row["text"]: row for row in by_distinct}  # of each kind
+    notes += [f"  {text}: {note}" for text, row in worst.items() for note in bench.looping(row)]
     fewest = min(filter(bench.few_rounds, rows), key=itemgetter("steady_rounds"), default={})
     notes += [f"  {note}" for note in bench.few_rounds(fewest)]
     if any(row.get("contended") for row in rows):

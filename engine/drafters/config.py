@@ -108,6 +108,11 @@ class DraftPlan(ABC):
             record |= {"draft_model": self.source.name, "draft_borrows": list(self.source.borrowed)}
         return record
 
+    def drops_nothing(self, target: PlannedTarget) -> bool:
+        """Return whether its cache has a budget, and that is no smaller than a row at its end."""
+        longest = target.prefix_len + target.gen_len
+        return self.policy is not None and self.policy.within(longest - 1, 1) != self.policy
+
     def remarks(self, target: PlannedTarget) -> list[str]:
         """Return sentences about the draft that a user should read. Errors: ConfigError for another vocabulary."""
         return [remark for part in self.parts for remark in part.remarks(target)]

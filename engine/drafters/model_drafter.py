@@ -128,7 +128,7 @@ class CachedPlan(DraftPlan):
 
     def remarks(self, target: PlannedTarget) -> list[str]:
         said, longest = list[str](), target.prefix_len + target.gen_len
-        if self.gamma and self.policy.within(longest - 1, 1) != self.policy:  # its budget is larger than that
+        if self.gamma and self.drops_nothing(target):
             covers = f"the draft's budget of {self.capacity} entries covers the whole run of {longest} tokens"
             said.append(f"{covers}, so that it drops nothing: lower --draft_budget below that")
         if (source := self.source) is None:
@@ -231,7 +231,7 @@ class ModelDrafterConfig(DrafterConfig):
             shapes = _linear_shapes(source.config, n_ranks)
             scheme = auto_draft_weights(target.device, self.dtype(target), shapes, source.published, target.n_rows)
         if scheme:
-            check_scheme(scheme, target.device, source.config.n_expert if source else 0)
+            check_scheme(scheme, target.device, source.config.n_expert if source else 0, flag("draft_weights"))
         return scheme
 
     def require_fixed(self) -> None:

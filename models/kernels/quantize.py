@@ -27,6 +27,7 @@ from models.kernels.row_bits import multiply_rows
 from models.names import SCHEMES
 
 GROUP = 32
+OPTIONS = "--quantize or --draft_weights"
 INT4_LEVELS = 15
 OLDEST_CAPABILITY = (8, 0)
 UNIT = 4 * GROUP  # inputs whose codes a GPU's kernel reads together
@@ -216,9 +217,11 @@ def quantize_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(torch.int32).flatten(1), scale, low
 
 
-def check_scheme(scheme: str, device: torch.device | str, n_expert: int = 0) -> None:
-    """Raise ConfigError for an unknown scheme, a model of experts, or if this device has no kernels for the scheme."""
-    where, leave = "--quantize or --draft_weights", "leave the weights as they are"
+def check_scheme(scheme: str, device: torch.device | str, n_expert: int = 0, where: str = OPTIONS) -> None:
+    """Raise ConfigError for an unknown scheme, a model of experts, or if this device has no kernels for the scheme.
+
+    where: the flag that names the scheme."""
+    leave = "leave the weights as they are"
     if scheme not in SCHEMES:
         refuse(where, scheme, " or ".join(SCHEMES), "unknown quantisation scheme", "use int8 or int4")
     if n_expert:
@@ -260,7 +263,7 @@ def quantize_linears(module: nn.Module, scheme: str) -> None:
         if layer is None:
             step = 8 if torch.cpu._is_vnni_supported() or not runs_on_cpu(child.weight) else linear_cpp.BLOCK
             steps = f"multiples of {step}" if scheme == "int8" else f"inputs a multiple of {GROUP}, outputs of 64"
-            where = f"--quantize or --draft_weights {scheme}: this rank's part of {name}"
+            where = f"{OPTIONS} {scheme}: this rank's part of {name}"
             seen, fix = f"{child.in_features} inputs, {child.out_features} outputs", "leave these weights as they are"
             refuse(where, seen, steps, "a layer's shape has no quantised kernel", fix)
         setattr(module, name, layer)

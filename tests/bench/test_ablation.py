@@ -23,9 +23,10 @@ def test_a_record_says_what_the_draft_reads(call, flags: str, shares: tuple[floa
 
 def test_a_draft_is_taken_apart_in_one_session(call) -> None:
     """Float32 stands for cheap weights. With all entries and the target's weights, everything is accepted."""
-    flags = "--draft_budget 20 --draft_dtype float32 --temperature 0.9 --verification coupled --seed 3"
+    flags = "--draft_budget 20 --draft_dtype float32 --temperature 0.9 --seed 3"
     record = call(SELFSPEC, f"{SIZES} {flags} --ablate").record
     rows = record["rows"]
+    assert record["verification"] == "coupled"
     reads = [(row["draft_dtype"], row["draft_budget"], row["draft_policy"]) for row in rows]
     whole = 60 + 20 + 3 + 1
     cut, all_entries = (20, "streaming"), (whole, "full")
@@ -41,7 +42,11 @@ def test_a_draft_is_taken_apart_in_one_session(call) -> None:
 def test_what_repeats_another_is_left_out_and_what_cannot_be_taken_apart_is_refused(call) -> None:
     rows = call(SELFSPEC, f"{SIZES} --draft_budget 20 --draft_dtype same --ablate").record["rows"]
     assert [row["draft_policy"] for row in rows] == ["streaming", "full"]
-    for flags in ("--draft ngram", "--gamma auto", "--draft_policy full --draft_dtype same"):
+    rows = call(SELFSPEC, f"{SIZES} --draft_budget 80 --draft_dtype float32 --ablate").record["rows"]
+    reads = [(row["draft_dtype"], row["draft_policy"]) for row in rows]
+    assert reads == [("float32", "streaming"), ("float64", "streaming")], "the budget covers 60 + 20 tokens"
+    nothing = "--draft_policy full --draft_dtype same", "--draft_budget 80 --draft_dtype same"
+    for flags in ("--draft ngram", "--gamma auto", *nothing):
         assert "--ablate" in call(SELFSPEC, f"{SIZES} {flags} --ablate").refusal
 
 

@@ -72,11 +72,12 @@ def test_a_single_txt_file_and_the_default_book_without_a_byte_order_mark(tmp_pa
     assert list(load_books("default")) == list(load_books(str(book))) == [BOOKS[0]]
 
 
-def test_any_model_reads_the_built_in_book_unless_it_is_short(tmp_path, monkeypatch):
+def test_any_model_reads_the_built_in_book_unless_it_is_short(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(data, "DEFAULT_BOOK", tmp_path / "book.txt")
     (tmp_path / "book.txt").write_text("one" * 100)
     for name, n, resolved in (("auto", 100, "default"), ("auto", 101, "pg19"), ("pg19", 1, "pg19"), ("b", 9, "b")):
         assert resolve_dataset(name, ModelSource(str(tmp_path), "pth", TINY, "its name"), n) == resolved
+        assert ("too short for 101" in capsys.readouterr().err) == (n == 101)
     assert resolve_dataset("auto", ModelSource(str(tmp_path), "dummy", TINY, "its name"), 1) is None
 
 

@@ -70,8 +70,10 @@ def test_kv_entries_are_the_bytes_of_the_caches(kv_dtype, budget: int, checkpoin
     draft = SelfConfig(policy=Streaming(budget), draft_kv_dtype="fp8" if kv_dtype == "int8" else "same")
     session = Session.open(RunConfig(target, sizes=Sizes(B=3, gen_len=8), draft=draft), [[1] * 40] * 3)
     planned = memory_plan(session.plan).per_row
-    assert 3 * planned["target KV"] == session.runner.cache.n_bytes
-    assert 3 * planned["draft KV"] == session.drafter().cache.n_bytes < 3 * session.runner.cache.n_bytes
+    of_target, of_draft = planned.values()
+    assert [*planned] == ["target KV" if kv_dtype == "same" else "target KV in 8 bits", "draft KV"]
+    assert 3 * of_target == session.runner.cache.n_bytes
+    assert 3 * of_draft == session.drafter().cache.n_bytes < 3 * session.runner.cache.n_bytes
 
 
 @pytest.mark.parametrize("batch", [1, 7, 1000])
@@ -82,6 +84,13 @@ def test_the_largest_batch_is_exact(batch: int) -> None:
         require_memory(plan, batch, available, "cpu")
         with pytest.raises(OutOfMemoryError, match=f"--{'quantize' if batch < 18 else 'prefix_len'}.*--B {batch}"):
             require_memory(plan, batch + 1, available, "cpu")
+
+
+@pytest.mark.parametrize("name,flags", [("target KV", 1), ("target KV in 8 bits", 0)])
+def test_8_bits_are_no_fix_for_entries_that_have_them(name: str, flags: int) -> None:
+    with pytest.raises(OutOfMemoryError) as refused:
+        require_memory(MemoryPlan({}, {name: 100}), 1, 50, "cpu")
+    assert str(refused.value).count("--kv_dtype") == flags
 
 
 @pytest.mark.parametrize("available", [[1000], [2**40, 1000]])

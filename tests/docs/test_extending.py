@@ -85,6 +85,7 @@ def test_they_run_in_every_program(extended: Path, checkpoint: Path, books: Path
         assert draft in auto or 0 < record["acceptance_rate"] < 1
         if "=key_norm" in draft:
             assert record["draft_policy"] == "key_norm" and record["config"]["draft"]["norm_order"] == 1
+            assert ", norm_order 1" in each.out
     rows = ended[len(drafts)].record["rows"]
     assert [row["drafter"] for row in rows] == [NAMED, "self=key_norm"] * 2
     assert all(row["draft_policy"] == "key_norm" and row["norm_order"] == 1 for row in rows)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from bench import few_rounds, passes
+from bench.table import LOOPING
 from models.checkpoints.model_source import find_model
 from reproduce.helpers import llama_cpp
 from tests.support.programs import run, saved
@@ -31,16 +32,16 @@ def test_every_drafter_decodes_the_same_tokens_by_context(call, tmp_path: Path):
     ended = call(SCRIPT, f"{flags} {' '.join(drafters)}")
     assert ended.code == 0, ended.err
     records = saved(tmp_path / "out.jsonl")
-    assert [record["prefix_len"] for record in records] == [40, 60] and len(ended.record["rows"]) == 12
+    assert [record["prefix_len"] for record in records] == [40, 60] and len(ended.record["rows"]) == 14
     for record in records:
         rows = {row["drafter"]: row for row in record["rows"]}
-        assert list(rows) == drafters and record["repeats"] == 2
+        assert list(rows) == [*drafters, "self:full"] and record["repeats"] == 2
         for row in rows.values():
             assert row["identical_sequences"] == row["sequences"] == 3 and row["emitted"] == 2 * 3 * 7
             assert len(row["speedups"]) == 2 and min(row["drafting_ms"], row["baseline_step_ms"], row["speedup"]) > 0
-        assert [row["gamma"] for row in rows.values()] == [1, 2, 2, 2, 2, "auto"]
-        assert [row.get("auto_drafts") for row in rows.values()] == [*[None] * 5, ["suffix"]]
-        assert [row["draft_budget"] for row in rows.values()] == [None, 16, None, None, 16, 16]
+        assert [row["gamma"] for row in rows.values()] == [1, 2, 2, 2, 2, "auto", 2]
+        assert [row.get("auto_drafts") for row in rows.values()] == [*[None] * 5, ["suffix"], None]
+        assert [row["draft_budget"] for row in rows.values()] == [None, 16, None, None, 16, 16, None]
         assert rows["oracle@1"]["acceptance_rate"] == 1.0 > rows["suffix"]["acceptance_rate"]
         assert len(rows["self@auto"]["measured_costs"]) == 2, "measured anew for each repeat"
     assert all(name in ended.out for name in drafters) and "3 of 3" in ended.out
@@ -49,8 +50,8 @@ def test_every_drafter_decodes_the_same_tokens_by_context(call, tmp_path: Path):
 def test_acceptance_on_kinds_of_text(call):
     """Every draft decodes the same texts, also sampled ones; forced texts have no speed."""
     flags = f"{HOW.replace('12', '16')} --contexts 80 --snapkv_window 8 --texts greedy sampled book --top_p 0.9"
-    drafters = "--budgets 16 40 --drafters oracle self:streaming self:snapkv"
-    rows = call(SCRIPT, f"{flags} {drafters}").record["rows"]
+    drafters = "--budgets 16 40 --drafters oracle self self:snapkv"
+    rows = (ended := call(SCRIPT, f"{flags} {drafters}")).record["rows"]
     found = {(row["text"], row["draft_policy"], row["draft_budget"]): row for row in rows}
     assert len(found) == len(rows) == 3 * (2 * 2 + 1) + 2, "an oracle knows no forced text"
     for (text, policy, _), row in found.items():
@@ -63,6 +64,8 @@ def test_acceptance_on_kinds_of_text(call):
         assert (row["draft_budget"] is None) == (policy in ("full", None))
     assert min(row["acceptance_rate"] for row in rows) < 1
     assert len({(row["text"], row["tokens_sha256"]) for row in rows}) == 3
+    looping = {row["text"] for row in rows if row["distinct_4gram_fraction"] < LOOPING}
+    assert {text for text in ("greedy", "sampled", "book") if f"{text}: the text repeats" in ended.out} == looping
 
 
 def test_repeats_make_no_rate_more_certain(call):

@@ -83,6 +83,12 @@ def test_a_cell_that_takes_too_long_ends_with_what_it_started(run, script: Path)
     assert not left_over(script)
 
 
+def test_a_sweep_over_policies_without_a_ceiling_says_so(run, capsys: pytest.CaptureFixture[str]):
+    for policy, n in (("full", 0), ("snapkv", 1)):
+        run("record", more=f"--axis draft_policy=streaming,{policy}")
+        assert capsys.readouterr().err.count("ceiling") == n
+
+
 def test_after_a_signal_rows_are_kept_and_nothing_is_left_running(script: Path, tmp_path: Path):
     """What SIGTERM does is what SIGINT does."""
     words = f"--script {script} --axis how=record,hang --output {tmp_path / 'rows.jsonl'}".split()
