@@ -119,10 +119,11 @@ class CachedPlan(DraftPlan):
     def reads(self, target: PlannedTarget) -> dict[str, float]:
         length, weights = target.prefix_len + target.gen_len, self.weights_read(target)
         kv = FullKVCache(target.source.config, 1, length, "meta", target.kv_dtype).n_bytes
+        cache = self.new_cache(self.weights.config, 1, length, "meta")  # it may be larger than a row is at its end
         shares = {
             "draft_weights_share": weights / step_bytes(target.weights, target.group, target.device),
             "draft_entries_share": self.policy.entries(length) / length,
-            "draft_kv_share": self.new_cache(self.weights.config, 1, length, "meta").n_bytes / kv,
+            "draft_kv_share": cache.n_bytes * min(1.0, length / cache.capacity) / kv,
         }
         return {name: min(1.0, share) for name, share in shares.items()}
 

@@ -13,6 +13,7 @@ SELFSPEC = "tests/selfspec_benchmark.py"
 SIZES = "--B 4 --prefix_len 60 --gen_len 20 --dtype float64 --device cpu"
 SHARES = ("draft_weights_share", "draft_entries_share", "draft_kv_share")
 READS = [("--draft_budget 20 --draft_dtype same", (1, 0.25, 0.25)), ("--draft ngram", (None,) * 3)]
+READS += [("--draft_budget 100 --draft_dtype float32", (0.5, 1, 0.5))]  # more entries than tokens
 
 
 @pytest.mark.parametrize(("flags", "shares"), [*READS, ("--draft_budget 20 --draft_dtype float32", (0.5, 0.25, 0.125))])
