@@ -102,8 +102,8 @@ class Plan:
                 note_without_effect(unused, "temperature 0 is greedy")
             params = SamplingParams(**edits)
         config = replace(self.config, sampling=sampling)
-        asked = ComparedSampling(**vars(sampling)) if config.passes.ablate else sampling
-        mode = resolve_mode(asked.mode, [params])
+        mode = (ComparedSampling(**vars(sampling)) if config.passes.ablate else sampling).mode
+        mode = resolve_mode(mode, [params])
         plan = replace(self, config=config, sampling=params, verification=mode)
         repeats_plain = plan.reproducible and not config.passes.no_baseline
         return replace(plan, target=replace(self.target, repeats_plain=repeats_plain))
@@ -145,7 +145,7 @@ def candidates(drafts: Sequence[DrafterConfig], target: PlannedTarget, ablate: b
         found = dict[str, DraftPlan]()
         for plan in plans:
             whole = {"draft_policy": "full", "draft_budget": target.length(plan.gamma)}
-            found.setdefault(str(plan.record() | (whole if plan.drops_nothing(target) else {})), plan)
+            found.setdefault(str(plan.record() | (whole if plan.budget_covers(target) else {})), plan)
         plans = [*found.values()]
         if len(plans) < 2:
             required = "a draft over a cache, with cheaper weights or fewer entries than the target"

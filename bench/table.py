@@ -126,8 +126,9 @@ def _draft_text(record: dict[str, Any]) -> str:
         return ""
     options = record["config"]["draft"]
     name = written(options | {"draft_policy": record["draft_policy"], "gamma": record["gamma"]})
-    own = "".join(f", {name} {value}" for name, value in options.items() if name not in ModelDraft.__dataclass_fields__)
-    return f"drafts by {' or '.join([name + own, *record.get('auto_drafts', ())])}"
+    without_flag = {each: value for each, value in options.items() if each not in ModelDraft.__dataclass_fields__}
+    name += "".join(f", {each} {value}" for each, value in without_flag.items())
+    return f"drafts by {' or '.join([name, *record.get('auto_drafts', ())])}"
 
 
 def table(record: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Types of flags, which configurations share with programs; importing them changes nothing in a process."""
+"""The type of flags that may be left out, for every program and for configurations that are made from Python."""
 
 from typing import Annotated, TypeVar
 

@@ -69,7 +69,7 @@ class Rows:
         n_busy = len(self.busy())
         # The shortest idle rows: a round reads as far as its longest row.
         idle = sorted((row for row, r in enumerate(self.requests) if r is None), key=self._idle.__getitem__)
-        filling = idle[: self._runner.n_computed(n_busy, whole.distribution.filters.adds_up) - n_busy]
+        filling = idle[: self._runner.n_computed(n_busy, whole.distribution.filters) - n_busy]
         computed = [(row, request) for row, request in enumerate(self.requests) if request or row in filling]
         batch = whole.first(len(computed))
         if computed != self.computed or batch is not self._batch:

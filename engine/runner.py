@@ -15,6 +15,7 @@ from common.errors import UserError, flag, refuse
 from engine.graphs import CapturedParts
 from engine.parallel.ranks import ALONE, Ranks
 from engine.prefix_store import PrefixStore
+from engine.sampling.distribution import NO_FILTERS, Filters
 from kv_cache import FullKVCache, KVCache, ReadOnlyKVCache, WriteThroughKVCache
 from kv_cache.base import Prefilled
 from kv_cache.entries import LARGEST
@@ -93,11 +94,12 @@ class ModelRunner:
         """True if rounds compute no more rows and slots than they need; captured rounds have few shapes."""
         return self.graphs is None
 
-    def n_computed(self, n_busy: int, adds_up: bool = False) -> int:
-        """Return how many rows a round of `n_busy` rows computes. This is a number that is captured, or at least
-        `fewest_rows`. adds_up: PyTorch adds up a row's numbers, which it does in another order for a single row."""
+    def n_computed(self, n_busy: int, filters: Filters = NO_FILTERS) -> int:
+        """Return how many rows a round of `n_busy` rows, which sample by `filters`, computes. This is a number that is
+        captured, or at least `fewest_rows`, and 2 where PyTorch adds up probabilities."""
         if self.narrows:
-            return min(self.max_batch, max(n_busy, 2 if adds_up else self._fewest_rows))
+            fewest = 2 if self._fewest_rows > 1 or filters.adds_up else 1
+            return min(self.max_batch, max(n_busy, fewest))
         return next(n for n in captured_sizes(self.max_batch) if n >= n_busy)
 
     def over(self, cache: KVCache, model: Transformer | None = None) -> ModelRunner:

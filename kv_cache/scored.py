@@ -60,9 +60,10 @@ class ScoredPolicy(BudgetedPolicy):
         """Return the scores of the entries before the window. Errors: ConfigError if `score` returns anything else."""
         scores, n_older = self.score(prompt), prompt.length - self.snapkv_window
         shapes = [[prompt.cache.entries.shape[3], n] for n in (prompt.length, n_older)]
-        is_tensor = isinstance(scores, Tensor) and [*scores.shape] in shapes and scores.dtype != torch.bool
-        if not is_tensor or not (allows_nan or not scores[:, :n_older].isnan().any()):
-            seen = f"{described(scores)} with NaN" if is_tensor else described(scores)
+        fits = isinstance(scores, Tensor) and [*scores.shape] in shapes and scores.dtype != torch.bool
+        has_nan = fits and not allows_nan and bool(scores[:, :n_older].isnan().any())
+        if not fits or has_nan:
+            seen = described(scores) + " with NaN" * has_nan
             required = f"numbers, such as float32, [n_kv_head, length] = {shapes[0]}"
             what = "a policy's scores are not a number for each KV head and entry"
             refuse(name_of(self.score), seen, required, what, "return one for each; -inf ranks last")

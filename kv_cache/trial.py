@@ -31,7 +31,8 @@ def try_policy(policy: Policy, model: KVShape) -> None:
         source = FullKVCache(TrialShape(1, *sizes), 1, length)
         numbers = torch.arange(source.entries.numel()).sin().view_as(source.entries)
         source.entries = numbers.expand(model.n_layer, *numbers.shape[1:])
-        queries = torch.ones(model.n_head, cache.n_queries, model.head_dim)
+        n_head = model.n_head if cache.n_queries else 0
+        queries = torch.ones(n_head, cache.n_queries, model.head_dim)
         cache.fill_row(0, source, length, layers, [queries] * model.n_layer)
         if isinstance(tried, ScoredPolicy) and type(cache).selected is ScoredKVCache.selected:  # by scores alone
             for layer in layers:

@@ -292,9 +292,10 @@ def main(flags: Flags) -> None:
     table = console(rows, shown(of(COLUMNS), rows))
     notes = ["  *: slower than plain decoding"] if "*" in table else []
     if any(row["difference"] for row in rows):
-        base, n_budgets = configs[0][0], len({*flags.budgets})
-        same = f", with the same budget, or else with that of {flags.budgets[0]}" if n_budgets > 1 else ""
-        notes.append(f"  difference: of the acceptance from that of {base} on the same text{same}; 95% interval")
+        base = configs[0][0]
+        budgets = {row["draft_budget"] for row in rows if row["drafter"] == base}
+        same = f", with the same budget, or else with {flags.budgets[0]} entries" if len(budgets) > 1 else ""
+        notes.append(f"  difference: acceptance minus that of {base} on the same text{same}; 95% interval")
     by_distinct = sorted(filter(bench.looping, rows), key=itemgetter("distinct_4gram_fraction"), reverse=True)
     worst = {row["text"]: row for row in by_distinct}  # of each kind
     notes += [f"  {text}: {note}" for text, row in worst.items() for note in bench.looping(row)]

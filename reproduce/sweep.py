@@ -173,7 +173,7 @@ def main(flags: Flags) -> None:
     (logs := Path(f"{flags.output}.logs")).mkdir(exist_ok=True)
     policies = {str(policy) for cell in cells.values() if (policy := cell.flags.get("draft_policy"))}
     if len(policies) > 1 and "full" not in policies:
-        say("note: no draft reads all entries, which is the ceiling of the others: add full to the axis draft_policy")
+        say("note: add full to the axis draft_policy: its acceptance is the ceiling of the other policies")
     say(f"{len(cells) - len(waiting)} of {len(cells)} cells have a row in {flags.output}")
     for number, name in enumerate(waiting, 1):
         say(f"[{number} of {len(waiting)}]  {name}")

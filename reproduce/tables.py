@@ -166,7 +166,7 @@ def made(
             raise KeyError(*lacking)
     except KeyError as error:
         required, fix = f"records with the columns of {name}", "name records of the command that its page gives"
-        seen = f"no {', no '.join(error.args)}"
+        seen = f"no {', no '.join(map(str, error.args))}"
         refuse(f"the table {name}", seen, required, "the records lack columns", fix, DataError)
     return pivot(rows, names, by, table["cell"]) if by else (rows, of(names))
 

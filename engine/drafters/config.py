@@ -108,8 +108,8 @@ class DraftPlan(ABC):
             record |= {"draft_model": self.source.name, "draft_borrows": list(self.source.borrowed)}
         return record
 
-    def drops_nothing(self, target: PlannedTarget) -> bool:
-        """Return whether its cache has a budget, and that is no smaller than a row at its end."""
+    def budget_covers(self, target: PlannedTarget) -> bool:
+        """Return whether the cache has a budget, which is no smaller than a row at its end."""
         longest = target.prefix_len + target.gen_len
         return self.policy is not None and self.policy.within(longest - 1, 1) != self.policy
 

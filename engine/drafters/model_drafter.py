@@ -129,7 +129,7 @@ class CachedPlan(DraftPlan):
 
     def remarks(self, target: PlannedTarget) -> list[str]:
         said, longest = list[str](), target.prefix_len + target.gen_len
-        if self.gamma and self.drops_nothing(target):
+        if self.gamma and self.budget_covers(target):
             covers = f"the draft's budget of {self.capacity} entries covers the whole run of {longest} tokens"
             said.append(f"{covers}, so that it drops nothing: lower --draft_budget below that")
         if (source := self.source) is None:

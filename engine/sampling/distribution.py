@@ -151,6 +151,9 @@ class Filters(NamedTuple):
         return Filters._make(map(max, self, other))
 
 
+NO_FILTERS = Filters()
+
+
 class Distribution(NamedTuple):
     """The sampling parameters of a batch's rows as tensors `[B]`; a row without filters excludes nothing."""
 

@@ -1,10 +1,8 @@
-// Vectors of 64-bit lanes for the CPU kernels of sampling. Conversions between float64 and integers, for which AVX2 has
-// no instruction, are sums with numbers so large that their last digit is 1.
+// Vectors of 64-bit lanes for the CPU kernels of sampling. AVX2 cannot convert between float64 and 64-bit integers: so a
+// number is added in which the last bit counts 1, and the bits of the sum are those of the integer.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <cstring>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -24,18 +22,18 @@ typedef int64_t longs __attribute__((vector_size(8 * W)));
 typedef double doubles __attribute__((vector_size(8 * W)));
 typedef float floats __attribute__((vector_size(4 * W)));
 
-constexpr double LAST_DIGIT_1 = 0x1.8p52;
+constexpr double LAST_BIT_1 = 0x1.8p52;
 
 inline doubles number(double x) { return x - doubles{}; }
 
-// Of integers below 2^52.
+// Return integers below 2^52 as float64.
 inline doubles number_of(words x) { return (doubles)(x | 0x4330000000000000) - number(0x1p52); }
 
-// To the nearest integer; |x| < 2^51.
-inline doubles rounded(doubles x) { return x + number(LAST_DIGIT_1) - number(LAST_DIGIT_1); }
-inline longs integer_of(doubles x) { return (longs)(x + number(LAST_DIGIT_1)) - (longs)number(LAST_DIGIT_1); }
+// Return the nearest integers, |x| < 2^51, as float64 or as integers.
+inline doubles rounded(doubles x) { return x + number(LAST_BIT_1) - number(LAST_BIT_1); }
+inline longs integer_of(doubles x) { return (longs)(x + number(LAST_BIT_1)) - (longs)number(LAST_BIT_1); }
 
-// Of integers below 2^32.
+// Return the products of integers below 2^32 and y.
 inline words product(words x, uint32_t y) {
 #if defined(__AVX512F__)
     return (words)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(y));

@@ -1,6 +1,8 @@
 // Top-k and top-p of scaled logits on a CPU. The ids of a row are counted and weighed by the leading bits of their
 // logits, and only ids that share these bits with the last one kept are sorted.
 
+#include <algorithm>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -57,7 +59,7 @@ void filter(const float* x, int64_t n_id, int64_t k, double limit, std::vector<i
         }
         double sum = 0;
         for (int lane = 0; lane < W; ++lane) sum += sums[lane];
-        const doubles scale = number(WHOLE / sum);
+        const doubles scale = number(sum > 0 ? WHOLE / sum : 0);  // 0 for logits that are not finite
         for (int64_t i = 0; i < n_id; i += W) {
             std::memcpy(&each, masses.data() + i, sizeof each);
             const doubles mass = each * scale, high = rounded(mass * number(0x1p-31));

@@ -4,6 +4,9 @@
 // is rounded once to float32: another library's logarithm gives the same bits but where a rounding boundary lies
 // between the two.
 
+#include <algorithm>
+#include <cstring>
+
 #include "engine/sampling/doubles.hpp"
 
 namespace {

@@ -256,7 +256,7 @@ def _compiler() -> list[str]:
 
 def _of_machine_code(source: Path) -> list[str]:
     """Return all that a library depends on, apart from its flags: several processors may share a home folder."""
-    texts = (path.read_text(encoding="utf-8") for path in (source, *sorted(ROOT.glob("models/*/*.hpp"))))
+    texts = (path.read_text(encoding="utf-8") for path in (source, *sorted(ROOT.glob("*/*/*.hpp"))))
     return [*texts, *_compiler(), *COMPILE, platform.machine(), _cpu()]
 
 

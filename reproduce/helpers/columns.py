@@ -86,8 +86,8 @@ VALUES: dict[str, Callable[[Record], object]] = {
     **{each.__name__: each for each in (*NAMED, marked_speedup, published.target_name, published.draft_name)},
     "speedup_with_error": lambda record: with_error(record.get("speedup"), record.get("speedup_standard_error"), 2),
     "score_with_error": lambda record: with_error(record.get("score"), record.get("score_standard_error"), 2),
-    "gain": gain_text,
-    "gain_by_acceptance": partial(gain_text, speedup="wall_speedup", more="acceptance_rate"),
+    "speedup_and_length": gain_text,
+    "wall_speedup_and_acceptance": partial(gain_text, speedup="wall_speedup", more="acceptance_rate"),
     "published_speedup": partial(published_text, published.published_speedups),
     "published_acceptance": partial(published_text, published.published_rates),
 }

@@ -68,10 +68,10 @@ def columns_of(rows: Iterable[Record]) -> list[str]:
     return sorted({name for row in rows for name, value in row.items() if value is not None})
 
 
-def refuse_name(where: object, name: str, known: Sequence[str], what: str, fix: str = "use") -> NoReturn:
-    """Raise DataError for a name that is not known. fix: begins a sentence that ends with the nearest known name."""
+def refuse_name(where: object, name: str, known: Sequence[str], what: str, fix: str = "use {}") -> NoReturn:
+    """Raise DataError for a name that is not known. fix: has the nearest known name in the place of {}."""
     near = next(iter(get_close_matches(name, known, 1)), "one of these")
-    refuse(where, name, ", ".join(known[:60]) + ", …" * (len(known) > 60), what, f"{fix} {near}", DataError)
+    refuse(where, name, ", ".join(known[:60]) + ", …" * (len(known) > 60), what, fix.format(near), DataError)
 
 
 def selected(rows: Sequence[Record], conditions: Iterable[str], of: str = "") -> list[Record]:
@@ -81,9 +81,10 @@ def selected(rows: Sequence[Record], conditions: Iterable[str], of: str = "") ->
         name, values = parse_condition(condition)
         left = [row for row in rows if row.get(name) in values]
         if not left:
-            seen, what = condition.partition("=")[2], "no row is as described"
+            seen, what, fix = condition.partition("=")[2], "no row is as described", f"{name}={{}}"
             if not (known := sorted({str(row[name]) for row in rows if row.get(name) is not None})):
-                seen, what, known = name, "no row has such a column", columns_of(rows)
-            refuse_name(f"the condition {condition}{of}", seen, known, what, f"give {flag('where')} with")
+                seen, what, fix, known = name, "no row has such a column", "{}=VALUE", columns_of(rows)
+            how = f"give {flag('where')}" if of else "use"
+            refuse_name(f"the condition {condition}{of}", seen, known, what, f"{how} {fix}")
         rows = left
     return [*rows]

@@ -144,7 +144,7 @@ def counting(n_rows: int, seed: int = 0, **how) -> Any:
 
 
 @pytest.mark.parametrize(
-    "new_graphs,fewest,typical_p,expected",
+    "new_graphs,fewest,share,expected",
     [
         # The second of a kind is called once more, to compare what its graph gives.
         (RecordedGraphs, 1, 1.0, [5, 5, 5, 4, 4, 4, 2, 1]),
@@ -153,10 +153,12 @@ def counting(n_rows: int, seed: int = 0, **how) -> Any:
         (None, 1, 0.9, [5, 5, 4, 3, 2, 2]),  # the mass of a row is added up
     ],
 )
-def test_a_round_computes_the_rows_that_decode(new_graphs, fewest, typical_p, expected):
+@pytest.mark.parametrize("name", ["typical_p", "top_p"])
+def test_a_round_computes_the_rows_that_decode(monkeypatch, new_graphs, fewest, share, expected, name):
     """Five rows end one by one; captured rounds are made for 1, 2, 4 and all, called ones for `fewest` or more."""
     runner = counting(5, new_graphs=new_graphs, fewest_rows=fewest)
-    sampling = SamplingParams(0.8, typical_p=typical_p)
+    sampling = SamplingParams(0.8, **{name: share})
+    monkeypatch.setattr("engine.sampling.distribution._kernel", lambda: None)  # it adds up in one order
     decoder, prompts = Decoder(runner, verification="coupled"), random_prompts([9, 4, 17, 6, 11])
     requests = [Request(prompt, 3 + n, sampling=sampling, id=n) for n, prompt in enumerate(prompts)]
     for request in requests:

@@ -128,7 +128,8 @@ def test_a_policy_is_tried_in_the_sizes_of_the_model():
             assert prompt.layer in (0, prompt.n_layer - 1) and prompt.n_layer == 40
             return prompt.keys[..., torch.arange(32, 64)].norm(dim=-1)
 
-    try_policy(OfModel(24, 8), MANY_LAYERS)
+    for policy in (OfModel(24, 8), SmallestKeys(24, 8)):
+        try_policy(policy, MANY_LAYERS)
 
 
 SLOTS = {

@@ -51,7 +51,7 @@ def cases_of(name: str) -> list[Case]:
 @pytest.mark.parametrize(
     "name,build",
     [
-        *product(("pointwise", "noise", "filter"), ("native", "plain")),
+        *product(("pointwise", "noise", "filter"), ("native", "AVX2", "plain")),
         *product(("attention",), ("native", "plain", "emulated AMX")),
         ("linear", "AVX2"),
         *(
@@ -68,7 +68,7 @@ def test_builds_are_right(name, build):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
-@pytest.mark.parametrize("name", ["attention", "linear", "pointwise"])
+@pytest.mark.parametrize("name", ["attention", "linear", "pointwise", "noise", "filter"])
 @pytest.mark.parametrize("flag", ["-march=skylake-avx512", "-DNATIVE", "-DAMX", "-DWIDENED"])
 def test_kernels_compile_for_cpus_with_avx512(name: str, flag: str) -> None:
     """This CPU may lack the instructions."""

@@ -140,14 +140,14 @@ STORAGES = [
 
 
 def tokens_of(model, entries: torch.dtype, n_row: int, gamma: int, **how: Any) -> list[list[int]]:
-    """Return the tokens of all prompts, half of them greedy, in `n_row` rows, by a self-draft unless `gamma` is 0."""
+    """Return the tokens of all prompts, half of them greedy, a quarter with top-p, in `n_row` rows, by a self-draft
+    unless `gamma` is 0."""
     runner = ModelRunner(model, FullKVCache(CONFIG, n_row, 128, dtype=entries), fewest_rows=fewest_rows(model))
     cache = StreamingKVCache(CONFIG, n_row, budget=24, dtype=entries)
     drafter = SelfSpeculation(runner, cache, gamma) if gamma else None
-    requests = [
-        Request(prompt, 3 + i % 8, sampling=SamplingParams(temperature=0.6 * (i % 2), seed=5), id=i)
-        for i, prompt in enumerate(PROMPTS)
-    ]
+    samplings = [SamplingParams(), SamplingParams(0.6, seed=5)] * 2
+    samplings[3] = SamplingParams(0.6, top_p=0.9, seed=5)
+    requests = [Request(prompt, 3 + i % 8, sampling=samplings[i % 4], id=i) for i, prompt in enumerate(PROMPTS)]
     decode(Decoder(runner, drafter=drafter, verification="coupled", **how), *requests)
     counts = [request.counts for request in requests]
     assert not gamma or 0 < sum(row.accepted for row in counts) < sum(row.verified for row in counts)
