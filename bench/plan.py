@@ -104,6 +104,8 @@ class Plan:
         config = replace(self.config, sampling=sampling)
         mode = (ComparedSampling(**vars(sampling)) if config.passes.ablate else sampling).mode
         mode = resolve_mode(mode, [params])
+        if config.passes.ablate and mode == "rejection":
+            say("note: in rejection mode each draft decodes another text; --verification coupled gives all the same")
         plan = replace(self, config=config, sampling=params, verification=mode)
         repeats_plain = plan.reproducible and not config.passes.no_baseline
         return replace(plan, target=replace(self.target, repeats_plain=repeats_plain))

@@ -13,8 +13,8 @@ LARGEST_BUDGET, BEYOND = 1024, 64  # of a trial, and the tokens of its text beyo
 
 
 def try_policy(policy: Policy, model: KVShape) -> None:
-    """Fill a row of a policy's cache in the first and last layer of a model. Errors: ConfigError if code of the policy
-    raises an error, or returns slots or scores that cannot be used. Not for `auto` entries."""
+    """Fill a row of a policy's cache in the first and last layer of a model, and score every layer. Errors: ConfigError
+    if code of the policy raises an error, or returns slots or scores that cannot be used. Not for `auto` entries."""
     with errors_refused(policy):
         tried, layers = policy.within(LARGEST_BUDGET, 1), sorted({0, model.n_layer - 1})
         length, sizes = tried.entries(LARGEST_BUDGET) + BEYOND, (model.n_kv_head, model.n_head, model.head_dim)
@@ -35,5 +35,5 @@ def try_policy(policy: Policy, model: KVShape) -> None:
         queries = torch.ones(n_head, cache.n_queries, model.head_dim)
         cache.fill_row(0, source, length, layers, [queries] * model.n_layer)
         if isinstance(tried, ScoredPolicy) and type(cache).selected is ScoredKVCache.selected:  # by scores alone
-            for layer in layers:
+            for layer in range(model.n_layer):
                 tried.older_scores(PromptEntries(source, 0, layer, length, queries), allows_nan=False)

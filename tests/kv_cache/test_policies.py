@@ -123,13 +123,17 @@ def test_scores_that_cannot_be_ranked_are_refused_before_a_run(message):
 
 
 def test_a_policy_is_tried_in_the_sizes_of_the_model():
+    tried = set()
+
     class OfModel(SmallestKeys):
         def score(self, prompt):
-            assert prompt.layer in (0, prompt.n_layer - 1) and prompt.n_layer == 40
+            assert prompt.layer < prompt.n_layer == 40
+            tried.add(prompt.layer)
             return prompt.keys[..., torch.arange(32, 64)].norm(dim=-1)
 
     for policy in (OfModel(24, 8), SmallestKeys(24, 8)):
         try_policy(policy, MANY_LAYERS)
+    assert tried == {*range(40)}
 
 
 SLOTS = {
