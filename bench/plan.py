@@ -126,7 +126,9 @@ class Plan:
             prompts = flag("prefix_len" if self.prompts is None else "prompts")
             where = f"{prompts}, {flag('gen_len')} and {flag('gamma')}"
             seen = f"{target.prefix_len} + {target.gen_len} + {self.gamma} + 1 = {length} tokens"
-            fix = f"use shorter prompts, fewer new tokens, or {flag('rope_scaling')} yarn:4"
+            fix = "use shorter prompts or fewer new tokens"
+            if length <= 4 * context:
+                fix += f", or {flag('rope_scaling')} yarn:4"
             refuse(where, seen, f"<= {context}", "prompt + new tokens + gamma + 1 exceeds the model's context", fix)
         return replace(self, target=replace(target, capacity=length))
 

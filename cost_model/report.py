@@ -87,8 +87,9 @@ class CostFlags:
         if self.alpha is not None:
             require_at_least("alpha", self.alpha, 0, 1)
         if (self.machine is None) == (self.records is None):
-            where, required = f"{flag('machine')}, {flag('records')}", "a machine, or records of measured costs"
-            refuse(where, self.machine, required, fix=f"add {flag('machine')} 8xA100")
+            where, seen = f"{flag('machine')} and {flag('records')}", "both" if self.machine else "neither"
+            what, fix = "costs come from one source", f"give {flag('machine')} NAME or {flag('records')} FILE"
+            refuse(where, seen, "one of them", what, fix)
         require_appendable(self.output.output)
         if self.machine is not None:
             return self._predict(self.machine)
