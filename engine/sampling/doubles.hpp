@@ -1,5 +1,5 @@
-// Vectors of 64-bit lanes for the CPU kernels of sampling. AVX2 cannot convert between float64 and 64-bit integers: so a
-// number is added in which the last bit counts 1, and the bits of the sum are those of the integer.
+// Vectors of 64-bit lanes for the CPU kernels of sampling. AVX2 cannot convert between float64 and 64-bit integers, so a
+// large number is added whose last bit is worth 1: the low bits of the sum are the integer.
 #pragma once
 
 #include <cstdint>

@@ -62,6 +62,7 @@ void filter(const float* x, int64_t n_id, int64_t k, double limit, std::vector<i
         const doubles scale = number(sum > 0 ? WHOLE / sum : 0);  // 0 for logits that are not finite
         for (int64_t i = 0; i < n_id; i += W) {
             std::memcpy(&each, masses.data() + i, sizeof each);
+            // A mass has up to 62 bits: the upper 31 are converted, then the rest.
             const doubles mass = each * scale, high = rounded(mass * number(0x1p-31));
             const longs whole = (integer_of(high) << 31) + integer_of(mass - high * number(0x1p31));
             std::memcpy(masses.data() + i, &whole, sizeof whole);
