@@ -26,6 +26,19 @@ def reads_text(record: Mapping[str, Any]) -> str | None:
     return f"{weights}, {entries}"
 
 
+def few_rounds(record: Mapping[str, Any]) -> list[str]:
+    """Return a sentence if a speedup is of too few rounds to be trusted."""
+    n = record.get("steady_rounds", FEW_ROUNDS)
+    is_few = record.get("speedup") is not None and n < FEW_ROUNDS
+    return [f"too few rounds with all rows busy for a speedup, {n}"] if is_few else []
+
+
+def speedup_text(record: Mapping[str, Any]) -> str | None:
+    """Return the speedup, with its standard error if that is known and of enough rounds. None without a speedup."""
+    error = None if few_rounds(record) else record.get("speedup_standard_error")
+    return with_error(record.get("speedup"), error, 2)
+
+
 # Tokens of a prompt's end that --printoutput prints.
 PROMPT_END = 32
 COLUMNS = [
@@ -47,7 +60,7 @@ ABLATED = [
     Column(reads_text, "a draft step reads", align="<"),
     Column(acceptance_text, "acceptance"),
     Column("mean_accepted_length", "tokens per round", ".2f"),
-    Column(lambda row: with_error(row["speedup"], row["speedup_standard_error"], 2), "speedup"),
+    Column(speedup_text, "speedup"),
 ]
 MORE = {"by_length": BY_LENGTH, "rows": ABLATED}
 # A text with fewer distinct 4-grams than this share repeats itself.
@@ -147,10 +160,9 @@ def table(record: dict[str, Any]) -> str:
     ]
     if record["benchmark"] == "baseline":
         return console(rows, COLUMNS[:2])
-    speedup = with_error(record["speedup"], record["speedup_standard_error"], 2)
     most = "gamma + 1" if gamma == AUTO else gamma + 1
     rows += [
-        ("speedup (all rows busy)", "1.00" if has_baseline else None, speedup),
+        ("speedup (all rows busy)", "1.00" if has_baseline else None, speedup_text(record)),
         ("speedup (to the last row)", "1.00" if has_baseline else None, figure("wall_speedup", 2)),
         ("acceptance rate", None, acceptance_text(record)),
         (f"tokens per round (of {most})", "1" if has_baseline else None, figure("mean_accepted_length", 2)),
@@ -164,7 +176,9 @@ def table(record: dict[str, Any]) -> str:
         ]
     is_chosen = AUTO in (gamma, record["draft_policy"], record["draft_budget"])
     choices = f"\n  rounds by choice: {_chosen(record)}" if is_chosen else ""
-    more = [console(record[name], columns) for name, columns in MORE.items() if name in record]
+    more = [
+        console([record | row for row in record[name]], columns) for name, columns in MORE.items() if name in record
+    ]
     reads = f"\n  a draft step reads {text}" if (text := reads_text(record)) else ""
     return console(rows, COLUMNS) + reads + choices + "".join(f"\n\n{lines}" for lines in more)
 
@@ -194,13 +208,6 @@ def attribution(record: dict[str, Any]) -> list[str]:
         return [f"the draft can gain by reading {' and '.join(ways)}{keeps}; {apart}"]
     reads = f"can gain by reading {ways[0]} alone" if ways else "reads all that a plain step reads: it cannot gain"
     return [f"the draft {reads}{keeps}"]
-
-
-def few_rounds(record: Mapping[str, Any]) -> list[str]:
-    """Return a sentence if a speedup is of too few rounds to be trusted."""
-    n = record.get("steady_rounds", FEW_ROUNDS)
-    is_few = record.get("speedup") is not None and n < FEW_ROUNDS
-    return [f"too few rounds with all rows busy for a speedup, {n}"] if is_few else []
 
 
 def looping(record: Mapping[str, Any]) -> list[str]:

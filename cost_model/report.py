@@ -70,10 +70,18 @@ class CostFlags:
     records: str | None = None
     """in place of --machine: a file with records of runs that chose by `auto`, which measured costs and acceptance"""
     batches: Annotated[tuple[int, ...], arg(aliases=["--B", "--batch_size"])] = (1, 4, 8)  # rows decoded together
-    contexts: Annotated[tuple[int, ...], arg(aliases=["--context"])] = (1000, 4000)  # tokens per row
-    policies: tuple[BudgetedName, ...] = ("streaming", "snapkv")  # of the draft
-    budgets: tuple[int, ...] = (64, 128, 256, 512)  # KV entries of the draft
-    gammas: tuple[int, ...] = (1, 2, 3, 4, 6)  # tokens drafted per round
+    contexts: Annotated[tuple[int, ...], arg(aliases=["--context", "--prefix_len"])] = (1000, 4000)  # tokens per row
+    policies: Annotated[tuple[BudgetedName, ...], arg(aliases=["--draft_policy"])] = (
+        "streaming",
+        "snapkv",
+    )  # of the draft
+    budgets: Annotated[tuple[int, ...], arg(aliases=["--draft_budget"])] = (
+        64,
+        128,
+        256,
+        512,
+    )  # KV entries of the draft
+    gammas: Annotated[tuple[int, ...], arg(aliases=["--gamma"])] = (1, 2, 3, 4, 6)  # tokens drafted per round
     alpha: Given[float] = None  # acceptance rate of every draft (default: the published or the measured rates)
     draft_layers: Given[str] = None  # the self-draft's layers, such as 0-15 (default: all)
     draft_dtype: Literal["same"] | Dtype = "same"  # same: the target's

@@ -15,8 +15,8 @@ prefill, and the time in which drafters that choose (`self@auto`) measure their 
 a round before the target verifies, on a CPU. With --repeats, figures are medians.
 
 With several policies, `self:full` is compared, too: the ceiling, a draft of all entries with weights like theirs, which
-are those of the benchmarks unless --draft_weights says others. `difference` is that of the acceptance from the first
-drafter's on the same text, with its 95% interval over rows.
+are those of the benchmarks unless --draft_weights says others. `difference` is the 95% interval over rows of the
+acceptance minus the first drafter's on the same text.
 
 --tasks: `score` is the mean of the task's metric over the answers of plain decoding, which drafts do not change. The
 texts of ruler: are made by --seed; contexts of files that are too long lose their middle.
@@ -43,11 +43,11 @@ from common.checkout import ROOT
 from common.errors import flag, refuse, require_at_least
 from common.jsonl import append_record, publish, require_appendable
 from common.provenance import provenance
-from common.say import note_without_effect
+from common.say import note_without_effect, say
 from common.tables import console
 from engine.drafters.config import DrafterConfig, Trait, drafters
 from reproduce.helpers.batches import Batch, batches_of, examples_of, longest_form, turns_of
-from reproduce.helpers.columns import of, shown
+from reproduce.helpers.columns import column, legend
 from reproduce.helpers.contenders import SETTINGS, Decoder, Forced, summary_rows
 from reproduce.helpers.llama_cpp import peers
 from reproduce.helpers.pairs import with_differences
@@ -65,11 +65,14 @@ STORAGES: dict[str, dict[str, Any]] = {
     "int8-int8": {"dtype": "bfloat16", "quantize": "int8", "kv_dtype": "int8"},
     "int4-int8": {"dtype": "bfloat16", "quantize": "int4", "kv_dtype": "int8"},
 }
-COLUMNS = (
-    "storage prefix_len category task text score drafter gamma draft_reads sequences acceptance difference "
-    "mean_accepted_length distinct_4gram_fraction "
-    "baseline_step_ms verify_ratio draft_ratio drafting_ratio marked_speedup wall_speedup identical"
-)
+# Columns of the printed table and their heads. Those of SAME stand above it where their rows are alike.
+COLUMNS = {"storage": "storage", "prefix_len": "context", "category": "category", "task": "task", "text": "text"}
+COLUMNS |= {"score": "score", "drafter": "drafter", "gamma": "gamma", "entries": "budget", "draft_weights": "weights"}
+COLUMNS |= {"sequences": "prompts decoded", "acceptance_paired": "acceptance", "difference_interval": "difference"}
+COLUMNS |= {"mean_accepted_length": "per round", "verify_ratio": "verify", "drafting_ratio": "drafts"}
+COLUMNS |= {"marked_speedup": "speedup", "wall_speedup": "last row", "identical": "identical"}
+SAME = ("storage", "context", "text", "gamma", "budget", "weights", "prompts decoded", "identical")
+HEADS = "  per round: tokens; verify, drafts: a round's, in plain steps; last row: speedup until the last row ends"
 CEILING = "self:full"
 Number = int | Literal["auto"]
 Sessions = dict[str | None, bench.Session]
@@ -235,11 +238,29 @@ def records_at(flags: Flags, configs: Configs, context: int | None, tasks: Tasks
         yield from measure(flags, configs, sessions, {}, batches_of(next(iter(sessions.values()))))
 
 
+def without_repeats(configs: Configs, session: bench.Session) -> Configs:
+    """Return the drafts without those that repeat another because the budgets of both cover the run."""
+    target, found = session.plan.target, list[tuple[Any, str, tuple[DrafterConfig, ...]]]()
+    for name, drafts in configs:
+        each = list[dict[str, Any]]()
+        for plan in session.plan.with_drafts(*drafts).candidates:
+            options, whole = plan.config.options(), plan.budget_covers(target)
+            kept = {key: value for key, value in options.items() if not whole or key not in vars(plan.policy)}
+            each.append(kept | ({"draft_policy": "full"} if whole else {}))
+        if same := [other for options, other, _ in found if options == each]:
+            budget = f" with {plan.capacity} entries" if whole else ""
+            say(f"note: {name}{budget} is left out: it drafts as {same[0]} does, whose cache holds the whole run, too")
+        else:
+            found.append((each, name, drafts))
+    return [(name, drafts) for _, name, drafts in found]
+
+
 def measure(
     flags: Flags, configs: Configs, sessions: Sessions, named: dict[str, Any], batches: Iterable[Batch]
 ) -> Iterator[Record]:
     """Run every contender on every batch in turns, every second time in reverse, so that all share the drift of the
     machine. Yield a record for each storage, and for llama.cpp."""
+    configs = without_repeats(configs, next(iter(sessions.values())))
     decoders, forced = list[Decoder](), list[Forced]()
     for session, text in product(sessions.values(), flags.kinds):
         drafting = partial(session.variant, sampling=flags.sampling_of(text))
@@ -289,13 +310,16 @@ def main(flags: Flags) -> None:
         append_record(flags.output.output, record)
         records.append(record)
     rows = with_differences(summary_rows(records), [f"drafter={configs[0][0]}"])
-    table = console(rows, shown(of(COLUMNS), rows))
-    notes = ["  *: slower than plain decoding"] if "*" in table else []
+    columns = [replace(column(name), head=head) for name, head in COLUMNS.items()]
+    cells = {each: {each.cell(row) for row in rows} - {each.missing} for each in columns}
+    same = [f"{each.head} {''.join(found)}" for each, found in cells.items() if len(found) == 1 and each.head in SAME]
+    table = console(rows, [each for each, found in cells.items() if len(found) > (each.head in SAME)])
+    notes = [*legend(table), HEADS]
     if any(row["difference"] for row in rows):
         base = configs[0][0]
         budgets = {row["draft_budget"] for row in rows if row["drafter"] == base}
-        same = f", with the same budget, or else with {flags.budgets[0]} entries" if len(budgets) > 1 else ""
-        notes.append(f"  difference: acceptance minus that of {base} on the same text{same}; 95% interval")
+        of_budget = f", with the same budget, or else with {flags.budgets[0]} entries" if len(budgets) > 1 else ""
+        notes.append(f"  difference: acceptance minus that of {base} on the same text{of_budget}, 95% interval")
     by_distinct = sorted(filter(bench.looping, rows), key=itemgetter("distinct_4gram_fraction"), reverse=True)
     worst = {row["text"]: row for row in by_distinct}  # of each kind
     notes += [f"  {text}: {note}" for text, row in worst.items() for note in bench.looping(row)]
@@ -304,7 +328,7 @@ def main(flags: Flags) -> None:
     if any(row.get("contended") for row in rows):
         notes.append("  threads waited for processors: no speedup here is to be trusted")
     summary = {"benchmark": "compare_summary", "rows": bench.rounded(rows), **provenance()}
-    publish(None, records[0] if len(records) == 1 else summary, table, *notes)
+    publish(None, records[0] if len(records) == 1 else summary, f"  {', '.join(same)}", table, *notes)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ such as a draft without a budget, is a level with a band. A y axis begins at zer
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,25 +20,25 @@ from typing import Annotated, Any, NamedTuple
 
 from tyro.conf import Positional, arg
 
-import bench
 from common import cli
 from common.checkout import ROOT
 from common.errors import DataError, refuse
 from common.flags import Given
 from reproduce.helpers.columns import drafter_text
 from reproduce.helpers.pairs import RATES, interval
-from reproduce.helpers.records import Record, columns_of, grouped, read_records, refuse_name, rows_of, selected
-
-DOUBLED = ("prefix_len", "B", "draft_budget", "gen_len")  # drawn on a logarithmic axis
-AXES = (*DOUBLED, "gamma", "temperature", "context", "clients")
-SETTINGS = (
-    *("benchmark", "model", "draft", "draft_model", "draft_policy", "drafter", "way", "text", "text_drafts"),
-    *("task", "category", "storage", "mode"),
-    *("draft_layers", "draft_dtype", "draft_weights", "draft_kv_dtype", "dataset", "verification", "top_k", "top_p"),
-    *("min_p", "repetition_penalty", "min_tokens", "rope_scaling"),
-    *("dtype", "quantize", "kv_dtype", "attention", "compile", "tensor_parallel", "data_parallel", "machine", "gpu"),
-    *AXES,
+from reproduce.helpers.records import (
+    AXES,
+    DOUBLED,
+    Record,
+    columns_of,
+    grouped,
+    read_records,
+    refuse_name,
+    rows_of,
+    selected,
+    varied_settings,
 )
+
 GENERATED = "generated_tokens"  # where a stretch of --by_length ends
 MEASURED = ("speedup", "decode_tokens_per_second", "acceptance_rate")
 # Twelve colours that also differ for the colour-blind: Okabe and Ito's without yellow, which is lost on white, and five
@@ -83,19 +84,6 @@ def is_number(value: object) -> bool:
 def choose_x(records: Sequence[Record]) -> str:
     """Return the number that has most values."""
     return max(AXES, key=lambda name: len({record.get(name) for record in records}))
-
-
-def varied_settings(records: Sequence[Record], x: str, facet: str | None = None) -> list[str]:
-    """Return the settings that tell the lines of a panel apart: each makes more combinations than those before it."""
-
-    def n_combinations(names: Sequence[str]) -> int:
-        return len({repr([record.get(name) for name in names]) for record in records})
-
-    panel, varied = [x, *([facet] if facet else [])], list[str]()
-    for name in dict.fromkeys([*SETTINGS, *bench.option_names()]):
-        if name not in (x, facet) and n_combinations([*panel, *varied, name]) > n_combinations([*panel, *varied]):
-            varied.append(name)
-    return varied
 
 
 def point_of(x: float | None, rows: Sequence[Record], y: str) -> Point:
@@ -212,7 +200,7 @@ def main(flags: Flags) -> None:
                 refuse_name(field, name, columns_of(rows), "no row has such a column")
     measured = [row for row in rows if any(is_number(row.get(y)) for y in flags.y)]
     x, panels = flags.x or choose_x(measured or rows), dict[str, dict[Any, Lines]]()
-    varied = flags.lines or varied_settings(measured, x, flags.facet)
+    varied = flags.lines or varied_settings(measured, x, *filter(None, [flags.facet]))
     for y in flags.y:
         drawn = [row for row in measured if is_number(row.get(y)) and (row.get(x) is None or is_number(row[x]))]
         values = {row[x] for row in drawn if row.get(x) is not None}
@@ -224,12 +212,17 @@ def main(flags: Flags) -> None:
         known = sorted({name for row in rows for name, value in row.items() if is_number(value)})
         lacking = [name for name in (x, *flags.y) if name not in known]
         seen = f"no {', no '.join(lacking)}" if lacking else f"a single {x}"
-        required, fix = f"numbers over values of {x} that differ", f"give --x and --y among {', '.join(known)}"
+        xs = [name for name in AXES if len({row.get(name) for row in rows}) > 1] or ["what varies"]
+        ys = [name for name in MEASURED if name in known] or ["what was measured"]
+        required, fix = f"numbers over values of {x} that differ", f"give --x {' or '.join(xs)}, --y {' or '.join(ys)}"
         refuse(", ".join(flags.records), seen, required, "there is nothing to draw", fix, DataError)
     if lacking := [y for y in flags.y if y not in panels]:
         print(f"  there is nothing to draw of {', '.join(lacking)}")
-    to = Path(flags.figures)
-    files = [to] if to.suffix[1:] in FORMATS else [to / f"{Path(flags.records[0]).stem}.{kind}" for kind in FORMATS]
+    # Figures of other flags have other names.
+    given = [flags.x, *(flags.y if flags.y != MEASURED else ()), *flags.where, flags.facet, *flags.lines]
+    stem = "-".join([*(Path(path).stem for path in flags.records), *filter(None, given)])
+    to, name = Path(flags.figures), re.sub(r"[^\w.=,-]", "_", stem)[:200]
+    files = [to] if to.suffix[1:] in FORMATS else [to / f"{name}.{kind}" for kind in FORMATS]
     save(panels, x, flags.facet, files)
     for file in files:
         print(f"  {file}")

@@ -26,17 +26,37 @@ from common.errors import DataError, refuse
 from common.say import say
 from common.tables import Column, console, markdown
 from cost_model.report import costs_of
-from reproduce.helpers.columns import PIVOT, SPECIFICATIONS, medians, of, pivot, ranked, shown
+from reproduce.helpers.columns import (
+    PIVOT,
+    SPECIFICATIONS,
+    is_label,
+    legend,
+    medians,
+    of,
+    pivot,
+    ranked,
+    shown,
+)
 from reproduce.helpers.contenders import summary_rows
 from reproduce.helpers.pairs import with_differences
 from reproduce.helpers.published import is_acceptance_known, predict, published, published_speedups
-from reproduce.helpers.records import Record, grouped, read_records, refuse_name, rows_of, selected
+from reproduce.helpers.records import (
+    Record,
+    grouped,
+    read_records,
+    refuse_name,
+    rows_of,
+    selected,
+    varied_settings,
+)
 
 RESULTS = ROOT / "reproduce" / "results"
 DOCS = ("performance", "gpu", "long_texts", "trained_heads")
 PAGES = (*(ROOT / "docs" / f"{name}.md" for name in DOCS), ROOT / "reproduce" / "README.md")
 PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-TABLES = SPECIFICATIONS["tables"]
+TABLES = {
+    name: SPECIFICATIONS["tables"].get(each.get("like"), {}) | each for name, each in SPECIFICATIONS["tables"].items()
+}
 
 
 @dataclass(frozen=True)
@@ -74,10 +94,11 @@ def serving(records: list[Record]) -> list[Record]:
 
 
 def gpu_attention(records: list[Record]) -> list[Record]:
-    """Show the rate at which each kernel reads entries."""
+    """Show the rate at which each kernel of Triton reads entries."""
     return [
         {"what": what + ", scores written" * (record["cell"] == "notes"), "rate": record["copy_tb_per_s"] / n}
         for record in records
+        if record.get("cell") in ("bandwidth triton", "notes")
         for what, n in record["times_copy"].items()
     ]
 
@@ -85,7 +106,8 @@ def gpu_attention(records: list[Record]) -> list[Record]:
 def gpu_linears(records: list[Record]) -> list[Record]:
     """Show the ms of the linear layers of a transformer layer by storage and rows."""
     names = ("plain_ms", "int8_ms", "int4_ms")
-    return [{"n": n, **{name: records[-1][f"{name}_{n}"] for name in names}} for n in (16, 64, 128, 256)]
+    measured = [record for record in records if record.get("cell") == "linears"]
+    return [{"n": n, **{name: x[f"{name}_{n}"] for name in names}} for x in measured for n in (16, 64, 128, 256)]
 
 
 def of_errors(errors: Sequence[float], **group: Any) -> Record:
@@ -145,10 +167,11 @@ LINES: dict[str, Callable[[list[Record]], Sequence[Record]]] = {
 
 
 def made(
-    name: str, records: list[Record], where: Sequence[str] | None = None
+    name: str, records: list[Record], where: Sequence[str] | None = None, *, is_whole: bool = False
 ) -> tuple[Sequence[Record], Sequence[Column]]:
-    """Return the lines and the columns of a table. where: conditions in the place of the table's. Errors: DataError for
-    records without a column that a pivot needs, or without half of another table's columns."""
+    """Return the lines and the columns of a table. where: conditions in the place of the table's. is_whole: begin with
+    the settings by which lines differ whose labels in the table are equal. Errors: DataError for records without a
+    column that a pivot needs, or without half of another table's columns."""
     table = TABLES[name]
     names, by = table["columns"], table.get("by")
     needed = (names.replace(PIVOT, f"{by} {table['cell']}") if by else names).split()
@@ -156,8 +179,12 @@ def made(
         rows = LINES[table["lines"]](records) if "lines" in table else rows_of(records, table.get("each", "rows"))
         chosen = (table.get("where", ()), f" of the table {name}") if where is None else (where,)
         rows = selected(rows, *chosen)
+        labels = of(" ".join(filter(is_label, table.get("median", " ".join(needed)).split())))
+        labelled = [row | {"label": [column.cell(row) for column in labels]} for row in rows]
+        is_split = is_whole and table.get("each") != "best"  # a best draft is a result
+        more = "".join(f"{setting} " for setting in varied_settings(labelled, "label") if is_split)
         if "median" in table:
-            rows = medians(rows, table["median"])
+            rows = medians(rows, more + table["median"])
         if "against" in table:
             rows = with_differences(rows, table["against"])
         rows = ranked(rows, table.get("sort", ""))
@@ -168,6 +195,7 @@ def made(
         required, fix = f"records with the columns of {name}", "name records of the command that its page gives"
         seen = f"no {', no '.join(map(str, error.args))}"
         refuse(f"the table {name}", seen, required, "the records lack columns", fix, DataError)
+    names = more + names
     return pivot(rows, names, by, table["cell"]) if by else (rows, of(names))
 
 
@@ -212,8 +240,8 @@ def main(flags: Flags) -> None:
     if not records and "file" in TABLES[flags.name]:
         what, fix = "the table has no records", "name a file after the table"
         refuse("the command line", "no file", "a file of records", what, fix, DataError)
-    rows, columns = made(flags.name, records, flags.where)
-    print(console(rows, columns))
+    rows, columns = made(flags.name, records, flags.where, is_whole=True)
+    print(table := console(rows, columns), *legend(table), sep="\n")
     if flags.where is None and (usual := TABLES[flags.name].get("where")):
         say(f"note: rows of {' '.join(usual)} alone, unless --where says others")
     if lacking := [column.head for column in columns if column not in shown(columns, rows)]:

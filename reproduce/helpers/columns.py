@@ -12,10 +12,17 @@ from common.checkout import ROOT
 from common.tables import Column
 from engine.stats import acceptance_text, with_error
 from reproduce.helpers import published
-from reproduce.helpers.records import Record, grouped
+from reproduce.helpers.records import SETTINGS, Record, grouped
 
 SPECIFICATIONS = tomllib.loads((ROOT / "reproduce" / "tables.toml").read_text(encoding="utf-8"))
 PIVOT = "*"  # stands for the columns of a pivot among the names of columns
+# What marks behind numbers mean, by the expression that finds a mark in a table.
+MARKS = {
+    r"\d\*": "*: slower than plain decoding",
+    "±": "±: one standard error over rows, of a speedup over rows and rounds",
+    r"\d =( |$)": "=: no difference shown from the draft that others are compared with",
+    r"\d\?": "?: the acceptance is assumed",
+}
 
 
 def over(numerator: str, denominator: str) -> Callable[[Record], float | None]:
@@ -48,8 +55,25 @@ def speedup_text(value: float) -> str:
 
 def marked_speedup(record: Record) -> str | None:
     """Return the speedup with its standard error, marked with * if plain decoding is faster."""
-    text = with_error(record.get("speedup"), record.get("speedup_standard_error"), 2)
+    text = bench.speedup_text(record)
     return text and text + "*" * (record["speedup"] < 1)
+
+
+def legend(table: str) -> list[str]:
+    """Return a line on the marks that a printed table has, or nothing without any."""
+    found = [meaning for mark, meaning in MARKS.items() if re.search(mark, table, re.MULTILINE)]
+    return [f"  {'; '.join(found)}"] if found else []
+
+
+def entries_text(record: Record) -> object:
+    """Return the budget, or `all` of a cache without one."""
+    return record.get("draft_budget") or ("all" if record.get("draft_entries_share") else None)
+
+
+def interval_text(record: Record) -> str | None:
+    """Return the 95% interval of a difference."""
+    difference = record.get("difference")
+    return difference and f"{difference.low:+.3f} to {difference.high:+.3f}"
 
 
 def identical_text(record: Record) -> str | None:
@@ -81,10 +105,13 @@ def ratio_name(fact: Record) -> str:
     return f"verification, gamma {fact['gamma']}" if fact["gamma"] else f"draft step, budget {fact['draft_budget']}"
 
 
-NAMED = (acceptance_text, bench.reads_text, drafter_text, paired_text, identical_text, prediction_text, ratio_name)
+NAMED = (acceptance_text, bench.reads_text, drafter_text, paired_text, entries_text, interval_text, identical_text)
 VALUES: dict[str, Callable[[Record], object]] = {
-    **{each.__name__: each for each in (*NAMED, marked_speedup, published.target_name, published.draft_name)},
-    "speedup_with_error": lambda record: with_error(record.get("speedup"), record.get("speedup_standard_error"), 2),
+    **{
+        each.__name__: each
+        for each in (*NAMED, prediction_text, ratio_name, marked_speedup, published.target_name, published.draft_name)
+    },
+    "speedup_with_error": bench.speedup_text,
     "score_with_error": lambda record: with_error(record.get("score"), record.get("score_standard_error"), 2),
     "speedup_and_length": gain_text,
     "wall_speedup_and_acceptance": partial(gain_text, speedup="wall_speedup", more="acceptance_rate"),
@@ -113,6 +140,11 @@ def column(name: str) -> Column:
 def of(names: str) -> list[Column]:
     """Return the columns of names that spaces separate."""
     return [column(name) for name in names.split()]
+
+
+def is_label(name: str) -> bool:
+    """Return whether a column shows a setting, or a text."""
+    return name in SETTINGS or SPECIFICATIONS["columns"].get(name, {}).get("text", False)
 
 
 def shown(columns: Sequence[Column], rows: Sequence[Record]) -> list[Column]:

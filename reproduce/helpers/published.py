@@ -54,8 +54,11 @@ def target_name(record: Record) -> str:
 
 
 def draft_name(record: Record) -> str:
-    """Return "self", or the name of the draft model."""
-    return target_name({"model": record["draft_model"]}) if record.get("draft_model") else SELF
+    """Return the name of the draft model, "self", or the draft from text."""
+    if record.get("draft_model"):
+        return target_name({"model": record["draft_model"]})
+    name = record.get("drafter") or record.get("draft") or SELF
+    return SELF if name.startswith(SELF) else name
 
 
 def find_fact(facts: Iterable[Record], record: Record) -> Record | None:

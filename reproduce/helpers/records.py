@@ -11,6 +11,17 @@ from common.errors import DataError, flag, refuse
 from common.jsonl import read_lines
 
 Record = dict[str, Any]
+DOUBLED = ("prefix_len", "B", "draft_budget", "gen_len")  # drawn on a logarithmic axis
+AXES = (*DOUBLED, "gamma", "temperature", "context", "clients")
+SETTINGS = (
+    *("benchmark", "model", "draft", "draft_model", "draft_policy", "drafter", "way", "text", "text_drafts"),
+    *("task", "category", "storage", "mode"),
+    *("draft_layers", "draft_dtype", "draft_weights", "draft_kv_dtype", "dataset", "verification", "top_k", "top_p"),
+    *("min_p", "repetition_penalty", "min_tokens", "rope_scaling"),
+    *("dtype", "quantize", "kv_dtype", "attention", "compile", "tensor_parallel", "data_parallel", "machine", "gpu"),
+    *AXES,
+)
+LISTED = 8  # names in a message
 # What a run measured as a whole, and its rows or stretches measured apart.
 OF_WHOLE = ("by_row", "acceptance_standard_error", "speedups")
 
@@ -52,6 +63,20 @@ def grouped(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any
     return found
 
 
+def varied_settings(rows: Sequence[Record], *known: str) -> list[str]:
+    """Return the settings that tell apart rows with equal fields `known`: each makes more combinations than those
+    before it."""
+
+    def n_combinations(names: Sequence[str]) -> int:
+        return len({repr([row.get(name) for name in names]) for row in rows})
+
+    names = [*known]
+    for name in dict.fromkeys([*SETTINGS, *bench.option_names()]):
+        if name not in known and n_combinations([*names, name]) > n_combinations(names):
+            names.append(name)
+    return names[len(known) :]
+
+
 def parse_values(text: str) -> list[Any]:
     """Return the values of `v1,v2`."""
     values = parse_value(f"[{text}]")
@@ -69,9 +94,11 @@ def columns_of(rows: Iterable[Record]) -> list[str]:
 
 
 def refuse_name(where: object, name: str, known: Sequence[str], what: str, fix: str = "use {}") -> NoReturn:
-    """Raise DataError for a name that is not known. fix: has the nearest known name in the place of {}."""
+    """Raise DataError for a name that is not known, and list the nearest that are. fix: has the nearest of all in the
+    place of {}."""
     near = next(iter(get_close_matches(name, known, 1)), "one of these")
-    refuse(where, name, ", ".join(known[:60]) + ", …" * (len(known) > 60), what, fix.format(near), DataError)
+    listed = get_close_matches(name, known, LISTED, cutoff=0.0)
+    refuse(where, name, ", ".join(listed) + ", …" * (len(known) > LISTED), what, fix.format(near), DataError)
 
 
 def selected(rows: Sequence[Record], conditions: Iterable[str], of: str = "") -> list[Record]:

@@ -65,7 +65,7 @@ def test_machines_are_named_or_given():
     assert given.protocols == (Collective(1e-5, 0.0, 3e11),) and given.devices == 2
 
 
-EXAMPLE = "--machine 8xA100 --model_name meta-llama/Meta-Llama-3.1-8B --B 64 --context 32000"
+EXAMPLE = "--machine 8xA100 --model_name meta-llama/Meta-Llama-3.1-8B --B 64 --prefix_len 32000 --draft_budget 512"
 
 
 def test_the_program_predicts_without_a_checkpoint(tmp_path, monkeypatch):

@@ -160,6 +160,13 @@ def test_a_table_of_other_records_has_the_published_number_beside_them(tmp_path:
     (line,) = run("reproduce/tables.py", ["speedups", str(file)]).out.splitlines()[1:]
     assert line.split()[:3] == ["Llama-3.1-8B", "self", "32768"] and line.split()[-1] == "1.22"
     assert "use cpu_storages" in run("reproduce/tables.py", ["cpu_storage"]).refusal
+    for name in ("gpu_attention", "gpu_linears"):
+        assert run("reproduce/tables.py", [name, str(tables.RESULTS / "gpu.jsonl")]).code == 0
+
+
+def test_a_tables_rows_are_told_apart_by_what_varies():
+    out = run("reproduce/tables.py", ["ablation", str(tables.RESULTS / "budgets.jsonl")]).out
+    assert out.split()[0] == "policy" and "±: one standard error" in out
 
 
 @pytest.mark.parametrize(

@@ -50,18 +50,21 @@ def test_every_drafter_decodes_the_same_tokens_by_context(call, tmp_path: Path):
 def test_acceptance_on_kinds_of_text(call):
     """Every draft decodes the same texts, also sampled ones; forced texts have no speed."""
     flags = f"{HOW.replace('12', '16')} --contexts 80 --snapkv_window 8 --texts greedy sampled book --top_p 0.9"
-    drafters = "--budgets 16 40 --drafters oracle self self:snapkv"
+    drafters = "--budgets 16 40 200 --drafters oracle self self:snapkv"
     rows = (ended := call(SCRIPT, f"{flags} {drafters}")).record["rows"]
+    assert "self:snapkv with 200 entries is left out" in ended.err and "self:full" in ended.err
+    assert max(map(len, ended.lines)) <= 140
     found = {(row["text"], row["draft_policy"], row["draft_budget"]): row for row in rows}
-    assert len(found) == len(rows) == 3 * (2 * 2 + 1) + 2, "an oracle knows no forced text"
+    assert len(found) == len(rows) == 3 * (2 * 2 + 1) + 2, "a budget of 200 is the ceiling; no oracle of forced text"
     for (text, policy, _), row in found.items():
         assert row["verified"] > 0 and 0 <= row["distinct_4gram_fraction"] <= 1
         assert row["temperature"] == (0.6 if text == "sampled" else 0)
         assert row["verification"] == ("coupled" if text == "sampled" else "greedy")
         assert row["top_p"] == (0.9 if text == "sampled" else 1.0)
         assert ("speedup" in row) == (text != "book") and row.get("identical_sequences", 2) == 2
-        assert row["acceptance_rate"] == 1 or policy not in ("full", None), "the target, over the same cache"
-        assert (row["draft_budget"] is None) == (policy in ("full", None))
+        whole = policy is None or row["draft_budget"] == 200
+        assert row["acceptance_rate"] == 1 or not whole, "the target, over the same cache"
+        assert (row["draft_budget"] is None) == (policy is None)
     assert min(row["acceptance_rate"] for row in rows) < 1
     assert len({(row["text"], row["tokens_sha256"]) for row in rows}) == 3
     looping = {row["text"] for row in rows if row["distinct_4gram_fraction"] < LOOPING}
@@ -69,7 +72,7 @@ def test_acceptance_on_kinds_of_text(call):
 
 
 def test_repeats_make_no_rate_more_certain(call):
-    """A speedup has a standard error, and a note if it is of few rounds."""
+    """A speedup of few rounds has a note, and is printed without its standard error."""
     flags = f"{HOW.replace('12', '5')} --contexts 60 --num_prompts 4 --drafters self:snapkv --draft_budget 40"
     flags += " --temperature 1 --seed 2"
     ended = [call(SCRIPT, f"{flags} --repeats {n}") for n in (1, 2)]
@@ -78,8 +81,8 @@ def test_repeats_make_no_rate_more_certain(call):
     assert once["acceptance_standard_error"] == twice["acceptance_standard_error"] > 0
     for row, each in zip((once, twice), ended, strict=True):
         (note,) = few_rounds(row)
-        assert row["speedup_standard_error"] > 0 and f"± {row['speedup_standard_error']:.2f}" in each.out
-        assert note in each.out
+        assert row["speedup_standard_error"] > 0 and f"± {row['speedup_standard_error']:.2f}" not in each.out
+        assert note in each.out and "±: one standard error" in each.out
 
 
 # Categories of one to three conversations of different lengths, which do not all go on.

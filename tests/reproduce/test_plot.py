@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from reproduce.helpers.records import Record
-from reproduce.plot import Lines, choose_x, lines_of, varied_settings
+from reproduce.helpers.records import Record, varied_settings
+from reproduce.plot import Lines, choose_x, lines_of
 from tests.support.programs import Ended, run
 
 
@@ -76,8 +76,8 @@ def test_what_has_no_number_is_left_out_and_counted(draw, tmp_path: Path):
     assert "speedup over B: 2 of 3 rows" in ended.out and "per_second over B: 3 of 3" in ended.out
     for kind in ("png", "svg", "pdf"):
         assert (tmp_path / "figures" / f"own.{kind}").stat().st_size
-    draw([record(1, 1.5), record(2, 2.0), record(1, 1.0, speedups=[0.9, 1.1]) | {"B": None}])
-    assert "bands of levels" in (tmp_path / "figures/own.svg").read_text()
+    draw([record(1, 1.5), record(2, 2.0), record(1, 1.0, speedups=[0.9, 1.1]) | {"B": None}], "--x", "B")
+    assert "bands of levels" in (tmp_path / "figures/own-B.svg").read_text(), "other flags make other files"
 
 
 @pytest.mark.parametrize(
