@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, product
 from operator import itemgetter
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from tyro.conf import arg
 
@@ -27,7 +27,7 @@ from models.names import Dtype, KVDtype, Scheme, parse_layers
 
 # Fields of `Target` that a prediction depends on.
 PREDICTED_BY = ("model", "model_name", "dtype", "quantize", "kv_dtype")
-BudgetedName: Any = Literal[tuple(BUDGETED)]
+Budgeted: Any = Literal[tuple(BUDGETED)]
 Draft = tuple[str, int | None]  # policy and budget
 
 
@@ -60,8 +60,6 @@ class Cell(NamedTuple):
 class CostFlags:
     """Predict what speculation gains, by the costs of a machine that is not here, or by costs that runs measured."""
 
-    FLAGS: ClassVar[dict[str, str]] = {"gamma": "--gammas"}
-
     target: Target = field(default_factory=Target)
     output: Output = field(default_factory=Output)
     machine: str | None = None
@@ -71,16 +69,8 @@ class CostFlags:
     """in place of --machine: a file with records of runs that chose by `auto`, which measured costs and acceptance"""
     batches: Annotated[tuple[int, ...], arg(aliases=["--B", "--batch_size"])] = (1, 4, 8)  # rows decoded together
     contexts: Annotated[tuple[int, ...], arg(aliases=["--context", "--prefix_len"])] = (1000, 4000)  # tokens per row
-    policies: Annotated[tuple[BudgetedName, ...], arg(aliases=["--draft_policy"])] = (
-        "streaming",
-        "snapkv",
-    )  # of the draft
-    budgets: Annotated[tuple[int, ...], arg(aliases=["--draft_budget"])] = (
-        64,
-        128,
-        256,
-        512,
-    )  # KV entries of the draft
+    policies: Annotated[tuple[Budgeted, ...], arg(aliases=["--draft_policy"])] = ("streaming", "snapkv")  # of drafts
+    budgets: Annotated[tuple[int, ...], arg(aliases=["--draft_budget"])] = (64, 128, 256, 512)  # KV entries of a draft
     gammas: Annotated[tuple[int, ...], arg(aliases=["--gamma"])] = (1, 2, 3, 4, 6)  # tokens drafted per round
     alpha: Given[float] = None  # acceptance rate of every draft (default: the published or the measured rates)
     draft_layers: Given[str] = None  # the self-draft's layers, such as 0-15 (default: all)

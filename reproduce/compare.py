@@ -240,19 +240,19 @@ def records_at(flags: Flags, configs: Configs, context: int | None, tasks: Tasks
 
 def without_repeats(configs: Configs, session: bench.Session) -> Configs:
     """Return the drafts without those that repeat another because the budgets of both cover the run."""
-    target, found = session.plan.target, list[tuple[Any, str, tuple[DrafterConfig, ...]]]()
+    target, found = session.plan.target, list[tuple[Any, str, Any]]()
     for name, drafts in configs:
         each = list[dict[str, Any]]()
         for plan in session.plan.with_drafts(*drafts).candidates:
             options, whole = plan.config.options(), plan.budget_covers(target)
             kept = {key: value for key, value in options.items() if not whole or key not in vars(plan.policy)}
             each.append(kept | ({"draft_policy": "full"} if whole else {}))
+        described = f"{name} with {plan.capacity} entries"
         if same := [other for options, other, _ in found if options == each]:
-            budget = f" with {plan.capacity} entries" if whole else ""
-            say(f"note: {name}{budget} is left out: it drafts as {same[0]} does, whose cache holds the whole run, too")
+            say(f"note: {described} is left out: it repeats {same[0]}, as the whole run fits into the caches of both")
         else:
-            found.append((each, name, drafts))
-    return [(name, drafts) for _, name, drafts in found]
+            found.append((each, described, (name, drafts)))
+    return [config for *_, config in found]
 
 
 def measure(

@@ -26,19 +26,9 @@ from common.errors import DataError, refuse
 from common.flags import Given
 from reproduce.helpers.columns import drafter_text
 from reproduce.helpers.pairs import RATES, interval
-from reproduce.helpers.records import (
-    AXES,
-    DOUBLED,
-    Record,
-    columns_of,
-    grouped,
-    read_records,
-    refuse_name,
-    rows_of,
-    selected,
-    varied_settings,
-)
+from reproduce.helpers.records import AXES, Record, grouped, read_records, refuse_name, rows_of, selected, varying
 
+DOUBLED = AXES[:4]  # drawn on a logarithmic axis
 GENERATED = "generated_tokens"  # where a stretch of --by_length ends
 MEASURED = ("speedup", "decode_tokens_per_second", "acceptance_rate")
 # Twelve colours that also differ for the colour-blind: Okabe and Ito's without yellow, which is lost on white, and five
@@ -103,9 +93,8 @@ def lines_of(records: Sequence[Record], x: str, y: str, varied: Sequence[str]) -
         values = {name: record[name] for name in varied if record.get(name) is not None}
         if "drafter" in values:
             values["drafter"] = drafter_text(record)
-        return (
-            ", ".join(f"{name} {value}" if len(varied) > 1 else str(value) for name, value in values.items()) or "all"
-        )
+        named = [f"{name} {value}" if len(varied) > 1 else str(value) for name, value in values.items()]
+        return ", ".join(named) or "all"
 
     lines: Lines = {}
     groups = grouped(records, lambda row: (row.get(x) is None, label(row))).items()
@@ -197,10 +186,10 @@ def main(flags: Flags) -> None:
     for field, names in (named | {"y": flags.y if flags.y != MEASURED else ()}).items():
         for name in filter(None, names):
             if not any(name in row for row in rows):
-                refuse_name(field, name, columns_of(rows), "no row has such a column")
+                refuse_name(field, name, [*{each: 0 for row in rows for each in row}], "no row has such a column")
     measured = [row for row in rows if any(is_number(row.get(y)) for y in flags.y)]
     x, panels = flags.x or choose_x(measured or rows), dict[str, dict[Any, Lines]]()
-    varied = flags.lines or varied_settings(measured, x, *filter(None, [flags.facet]))
+    varied = flags.lines or varying(measured, x, *filter(None, [flags.facet]))
     for y in flags.y:
         drawn = [row for row in measured if is_number(row.get(y)) and (row.get(x) is None or is_number(row[x]))]
         values = {row[x] for row in drawn if row.get(x) is not None}
@@ -209,12 +198,11 @@ def main(flags: Flags) -> None:
             panels[y] = {value: lines_of(each, x, y, varied) for value, each in by_facet}
             print(f"  {y} over {x}: {len(drawn)} of {len(rows)} rows")
     if not panels:
-        known = sorted({name for row in rows for name, value in row.items() if is_number(value)})
+        numbers = {name for row in rows for name, value in row.items() if is_number(value)}
+        known = [name for name in dict.fromkeys([*AXES, *MEASURED, x, *flags.y]) if name in numbers]
         lacking = [name for name in (x, *flags.y) if name not in known]
         seen = f"no {', no '.join(lacking)}" if lacking else f"a single {x}"
-        xs = [name for name in AXES if len({row.get(name) for row in rows}) > 1] or ["what varies"]
-        ys = [name for name in MEASURED if name in known] or ["what was measured"]
-        required, fix = f"numbers over values of {x} that differ", f"give --x {' or '.join(xs)}, --y {' or '.join(ys)}"
+        required, fix = f"numbers over values of {x} that differ", f"give --x and --y among {', '.join(known)}"
         refuse(", ".join(flags.records), seen, required, "there is nothing to draw", fix, DataError)
     if lacking := [y for y in flags.y if y not in panels]:
         print(f"  there is nothing to draw of {', '.join(lacking)}")

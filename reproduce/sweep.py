@@ -88,12 +88,9 @@ def read_grid(path: str) -> list[tuple[str, dict[str, list[Any]]]]:
             raise TypeError("an axis has no list of values")
         return script, {name: [value] for name, value in flags.items()} | {**axes}
 
-    def tables(sweep: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict]]:
-        return [table(**each) for each in sweep]
-
     try:  # a misspelt key is an argument that nothing takes
-        return tables(**tomllib.loads(Path(path).read_text()))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return [table(**each) for each in tomllib.loads(Path(path).read_text())["sweep"]]
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         required = 'tables [[sweep]] with script = "...", flags, and axes of lists'
         refuse(Path(path), error, required, "the grid cannot be read", "see reproduce/grids/example.toml")
 

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,37 +25,18 @@ from common.errors import DataError, refuse
 from common.say import say
 from common.tables import Column, console, markdown
 from cost_model.report import costs_of
-from reproduce.helpers.columns import (
-    PIVOT,
-    SPECIFICATIONS,
-    is_label,
-    legend,
-    medians,
-    of,
-    pivot,
-    ranked,
-    shown,
-)
+from reproduce.helpers.columns import PIVOT, SPECIFICATIONS, legend, medians, of, pivot, ranked, shown
 from reproduce.helpers.contenders import summary_rows
 from reproduce.helpers.pairs import with_differences
 from reproduce.helpers.published import is_acceptance_known, predict, published, published_speedups
-from reproduce.helpers.records import (
-    Record,
-    grouped,
-    read_records,
-    refuse_name,
-    rows_of,
-    selected,
-    varied_settings,
-)
+from reproduce.helpers.records import SETTINGS, Record, grouped, read_records, refuse_name, rows_of, selected, varying
 
 RESULTS = ROOT / "reproduce" / "results"
 DOCS = ("performance", "gpu", "long_texts", "trained_heads")
 PAGES = (*(ROOT / "docs" / f"{name}.md" for name in DOCS), ROOT / "reproduce" / "README.md")
 PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-TABLES = {
-    name: SPECIFICATIONS["tables"].get(each.get("like"), {}) | each for name, each in SPECIFICATIONS["tables"].items()
-}
+GIVEN = SPECIFICATIONS["tables"]
+TABLES = {name: GIVEN.get(each.get("like"), {}) | each for name, each in GIVEN.items()}
 
 
 @dataclass(frozen=True)
@@ -107,7 +87,7 @@ def gpu_linears(records: list[Record]) -> list[Record]:
     """Show the ms of the linear layers of a transformer layer by storage and rows."""
     names = ("plain_ms", "int8_ms", "int4_ms")
     measured = [record for record in records if record.get("cell") == "linears"]
-    return [{"n": n, **{name: x[f"{name}_{n}"] for name in names}} for x in measured for n in (16, 64, 128, 256)]
+    return [{"n": n, **{name: x[f"{name}_{n}"] for name in names}} for x in measured[-1:] for n in (16, 64, 128, 256)]
 
 
 def of_errors(errors: Sequence[float], **group: Any) -> Record:
@@ -127,19 +107,11 @@ def roofline(records: list[Record]) -> list[Record]:
 
 
 def cost_errors(records: list[Record]) -> list[Record]:
-    """Show the errors of the speedups that are predicted from costs, for each number of rows and context."""
-    compared = predicted_runs(records)
-    by_size = sorted(grouped(compared, itemgetter("B", "prefix_len")).items())
-    lines = [of_errors([row["error"] for row in rows], B=n, prefix_len=context) for (n, context), rows in by_size]
-    return [*lines, of_errors([row["error"] for row in compared], B="all")] if lines else []
+    """Show the errors of the speedups that are predicted from costs, for each number of rows and context.
 
-
-def predicted_runs(records: Sequence[Record]) -> list[Record]:
-    """Return every fixed (rows, context, budget, gamma) whose costs are known, with the `error` of the prediction.
-
-    Costs are those that `auto budget` measured before each of its runs: the median of the predicted speedups counts.
-    The acceptance rate is that of the run that a prediction is compared with."""
-    found = []
+    A prediction is of a fixed (rows, context, budget, gamma) by costs that `auto budget` measured before each of its
+    runs, of which the median counts, with the acceptance rate of the run that it is compared with."""
+    by_size: dict[tuple[int, int], list[float]] = {}
     for run in records:
         measured = [row["measured_costs"] for row in run["rows"] if row["draft_budget"] == "auto"]
         for row in (row for row in run["rows"] if isinstance(row["gamma"], int) and row["gamma"] > 0):
@@ -152,8 +124,9 @@ def predicted_runs(records: Sequence[Record]) -> list[Record]:
             ]
             if alpha is not None and costs:
                 predicted = median(cost.speedup(tokens_per_round(alpha, gamma), gamma) for cost in costs)
-                found.append(run | row | {"error": predicted / row["speedup"] - 1})
-    return found
+                by_size.setdefault((run["B"], run["prefix_len"]), []).append(predicted / row["speedup"] - 1)
+    lines = [of_errors(errors, B=n, prefix_len=context) for (n, context), errors in sorted(by_size.items())]
+    return [*lines, of_errors([*chain(*by_size.values())], B="all")] if lines else []
 
 
 # Lines that a `where`, a `sort` or a `median` of tables.toml cannot say, from records.
@@ -179,10 +152,10 @@ def made(
         rows = LINES[table["lines"]](records) if "lines" in table else rows_of(records, table.get("each", "rows"))
         chosen = (table.get("where", ()), f" of the table {name}") if where is None else (where,)
         rows = selected(rows, *chosen)
-        labels = of(" ".join(filter(is_label, table.get("median", " ".join(needed)).split())))
+        named, known = table.get("median", " ".join(needed)).split(), SPECIFICATIONS["columns"]
+        labels = of(" ".join(name for name in named if name in SETTINGS or "text" in known.get(name, ())))
         labelled = [row | {"label": [column.cell(row) for column in labels]} for row in rows]
-        is_split = is_whole and table.get("each") != "best"  # a best draft is a result
-        more = "".join(f"{setting} " for setting in varied_settings(labelled, "label") if is_split)
+        more = "".join(f"{setting} " for setting in varying(labelled, "label") if is_whole)
         if "median" in table:
             rows = medians(rows, more + table["median"])
         if "against" in table:
@@ -240,7 +213,8 @@ def main(flags: Flags) -> None:
     if not records and "file" in TABLES[flags.name]:
         what, fix = "the table has no records", "name a file after the table"
         refuse("the command line", "no file", "a file of records", what, fix, DataError)
-    rows, columns = made(flags.name, records, flags.where, is_whole=True)
+    is_setting = TABLES[flags.name].get("each") != "best"  # a best draft is a result
+    rows, columns = made(flags.name, records, flags.where, is_whole=is_setting)
     print(table := console(rows, columns), *legend(table), sep="\n")
     if flags.where is None and (usual := TABLES[flags.name].get("where")):
         say(f"note: rows of {' '.join(usual)} alone, unless --where says others")

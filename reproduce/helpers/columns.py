@@ -12,7 +12,7 @@ from common.checkout import ROOT
 from common.tables import Column
 from engine.stats import acceptance_text, with_error
 from reproduce.helpers import published
-from reproduce.helpers.records import SETTINGS, Record, grouped
+from reproduce.helpers.records import Record, grouped
 
 SPECIFICATIONS = tomllib.loads((ROOT / "reproduce" / "tables.toml").read_text(encoding="utf-8"))
 PIVOT = "*"  # stands for the columns of a pivot among the names of columns
@@ -20,7 +20,7 @@ PIVOT = "*"  # stands for the columns of a pivot among the names of columns
 MARKS = {
     r"\d\*": "*: slower than plain decoding",
     "±": "±: one standard error over rows, of a speedup over rows and rounds",
-    r"\d =( |$)": "=: no difference shown from the draft that others are compared with",
+    r"\d =( |$)": "=: no difference shown",
     r"\d\?": "?: the acceptance is assumed",
 }
 
@@ -65,17 +65,6 @@ def legend(table: str) -> list[str]:
     return [f"  {'; '.join(found)}"] if found else []
 
 
-def entries_text(record: Record) -> object:
-    """Return the budget, or `all` of a cache without one."""
-    return record.get("draft_budget") or ("all" if record.get("draft_entries_share") else None)
-
-
-def interval_text(record: Record) -> str | None:
-    """Return the 95% interval of a difference."""
-    difference = record.get("difference")
-    return difference and f"{difference.low:+.3f} to {difference.high:+.3f}"
-
-
 def identical_text(record: Record) -> str | None:
     same = record.get("identical_sequences")
     return None if same is None else f"{same:.0f} of {record['sequences']:.0f}"
@@ -105,12 +94,12 @@ def ratio_name(fact: Record) -> str:
     return f"verification, gamma {fact['gamma']}" if fact["gamma"] else f"draft step, budget {fact['draft_budget']}"
 
 
-NAMED = (acceptance_text, bench.reads_text, drafter_text, paired_text, entries_text, interval_text, identical_text)
+NAMED = (acceptance_text, bench.reads_text, drafter_text, paired_text, identical_text, prediction_text, ratio_name)
 VALUES: dict[str, Callable[[Record], object]] = {
-    **{
-        each.__name__: each
-        for each in (*NAMED, prediction_text, ratio_name, marked_speedup, published.target_name, published.draft_name)
-    },
+    **{each.__name__: each for each in (*NAMED, marked_speedup, published.target_name, published.draft_name)},
+    # The budget, or `all` of a cache without one.
+    "entries_text": lambda row: row.get("draft_budget") or ("all" if row.get("draft_entries_share") else None),
+    "interval_text": lambda row: row.get("difference") and "{1:+.3f} to {2:+.3f}".format(*row["difference"]),
     "speedup_with_error": bench.speedup_text,
     "score_with_error": lambda record: with_error(record.get("score"), record.get("score_standard_error"), 2),
     "speedup_and_length": gain_text,
@@ -142,11 +131,6 @@ def of(names: str) -> list[Column]:
     return [column(name) for name in names.split()]
 
 
-def is_label(name: str) -> bool:
-    """Return whether a column shows a setting, or a text."""
-    return name in SETTINGS or SPECIFICATIONS["columns"].get(name, {}).get("text", False)
-
-
 def shown(columns: Sequence[Column], rows: Sequence[Record]) -> list[Column]:
     """Return the columns in which something stands, if only a word for what is missing."""
     return [column for column in columns if {column.cell(row) for row in rows} != {Column.missing}]
@@ -164,15 +148,12 @@ def ranked(rows: Sequence[Record], names: str) -> list[Record]:
 
 def medians(rows: Sequence[Record], names: str) -> list[Record]:
     """Return a row for each combination of what these columns show, with the medians of all numbers of its rows."""
-    columns = of(names)
-    groups = grouped(rows, lambda row: tuple(column.cell(row) for column in columns)).values()
-    return [group[-1] | {name: median(values) for name, values in _numbers(group).items()} for group in groups]
-
-
-def _numbers(rows: Sequence[Record]) -> dict[str, list[float]]:
-    """Return the fields that are a number in all rows."""
-    values = {name: [row.get(name) for row in rows] for name in rows[0]}
-    return {name: each for name, each in values.items() if all(type(value) in (int, float) for value in each)}
+    columns, found = of(names), []
+    for group in grouped(rows, lambda row: tuple(column.cell(row) for column in columns)).values():
+        values = {name: [row.get(name) for row in group] for name in group[0]}
+        numbers = {name for name, each in values.items() if {*map(type, each)} <= {int, float}}
+        found.append(group[-1] | {name: median(values[name]) for name in numbers})
+    return found
 
 
 def pivot(rows: Sequence[Record], names: str, by: str, cell: str) -> tuple[list[Record], list[Column]]:

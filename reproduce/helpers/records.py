@@ -11,8 +11,7 @@ from common.errors import DataError, flag, refuse
 from common.jsonl import read_lines
 
 Record = dict[str, Any]
-DOUBLED = ("prefix_len", "B", "draft_budget", "gen_len")  # drawn on a logarithmic axis
-AXES = (*DOUBLED, "gamma", "temperature", "context", "clients")
+AXES = ("prefix_len", "B", "draft_budget", "gen_len", "gamma", "temperature", "context", "clients")
 SETTINGS = (
     *("benchmark", "model", "draft", "draft_model", "draft_policy", "drafter", "way", "text", "text_drafts"),
     *("task", "category", "storage", "mode"),
@@ -21,7 +20,6 @@ SETTINGS = (
     *("dtype", "quantize", "kv_dtype", "attention", "compile", "tensor_parallel", "data_parallel", "machine", "gpu"),
     *AXES,
 )
-LISTED = 8  # names in a message
 # What a run measured as a whole, and its rows or stretches measured apart.
 OF_WHOLE = ("by_row", "acceptance_standard_error", "speedups")
 
@@ -63,7 +61,7 @@ def grouped(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any
     return found
 
 
-def varied_settings(rows: Sequence[Record], *known: str) -> list[str]:
+def varying(rows: Sequence[Record], *known: str) -> list[str]:
     """Return the settings that tell apart rows with equal fields `known`: each makes more combinations than those
     before it."""
 
@@ -89,16 +87,12 @@ def parse_condition(text: str) -> tuple[str, list[Any]]:
     return name, [None if value == "none" else value for value in parse_values(values)]
 
 
-def columns_of(rows: Iterable[Record]) -> list[str]:
-    return sorted({name for row in rows for name, value in row.items() if value is not None})
-
-
 def refuse_name(where: object, name: str, known: Sequence[str], what: str, fix: str = "use {}") -> NoReturn:
     """Raise DataError for a name that is not known, and list the nearest that are. fix: has the nearest of all in the
     place of {}."""
     near = next(iter(get_close_matches(name, known, 1)), "one of these")
-    listed = get_close_matches(name, known, LISTED, cutoff=0.0)
-    refuse(where, name, ", ".join(listed) + ", …" * (len(known) > LISTED), what, fix.format(near), DataError)
+    listed = get_close_matches(name, known, 8, cutoff=0.0)
+    refuse(where, name, ", ".join(listed) + ", …" * (len(known) > len(listed)), what, fix.format(near), DataError)
 
 
 def selected(rows: Sequence[Record], conditions: Iterable[str], of: str = "") -> list[Record]:
@@ -110,7 +104,8 @@ def selected(rows: Sequence[Record], conditions: Iterable[str], of: str = "") ->
         if not left:
             seen, what, fix = condition.partition("=")[2], "no row is as described", f"{name}={{}}"
             if not (known := sorted({str(row[name]) for row in rows if row.get(name) is not None})):
-                seen, what, fix, known = name, "no row has such a column", "{}=VALUE", columns_of(rows)
+                seen, what, fix = name, "no row has such a column", "{}=VALUE"
+                known = [*{each: 0 for row in rows for each in row}]
             how = f"give {flag('where')}" if of else "use"
             refuse_name(f"the condition {condition}{of}", seen, known, what, f"{how} {fix}")
         rows = left

@@ -116,8 +116,9 @@ def test_programs_run_from_another_directory_without_optional_packages(tmp_path)
 def test_the_tables_of_a_page_are_what_the_records_say(page: Path):
     text = page.read_text(encoding="utf-8")
     assert tables.filled(page) == text
-    outside = tables.PLACE.sub("", text)
-    assert not re.search(r"^\|.*\d\.\d", outside, re.MULTILINE), "a table of numbers is made of records"
+    assert not re.search(r"^\|.*\d\.\d", tables.PLACE.sub("", text), re.MULTILINE), (
+        "a table of numbers is made of records"
+    )
 
 
 def test_records_of_sweeps_are_read_and_others_refused(tmp_path: Path):
@@ -155,24 +156,18 @@ def test_the_page_of_the_server_names_every_field_of_requests():
 
 def test_a_table_of_other_records_has_the_published_number_beside_them(tmp_path: Path):
     record = {"model": "meta-llama/Meta-Llama-3.1-8B", "B": 32, "prefix_len": 32768, "gamma": 3, "draft_budget": 512}
-    file = tmp_path / "own.jsonl"
-    file.write_text(json.dumps(record | {"speedup": 1.3, "draft_model": None}) + "\n")
+    (file := tmp_path / "own.jsonl").write_text(json.dumps(record | {"speedup": 1.3, "draft_model": None}) + "\n")
     (line,) = run("reproduce/tables.py", ["speedups", str(file)]).out.splitlines()[1:]
     assert line.split()[:3] == ["Llama-3.1-8B", "self", "32768"] and line.split()[-1] == "1.22"
     assert "use cpu_storages" in run("reproduce/tables.py", ["cpu_storage"]).refusal
-    for name in ("gpu_attention", "gpu_linears"):
-        assert run("reproduce/tables.py", [name, str(tables.RESULTS / "gpu.jsonl")]).code == 0
-
-
-def test_a_tables_rows_are_told_apart_by_what_varies():
-    out = run("reproduce/tables.py", ["ablation", str(tables.RESULTS / "budgets.jsonl")]).out
-    assert out.split()[0] == "policy" and "±: one standard error" in out
+    for name, records, head in (("gpu_linears", "gpu", "tokens"), ("ablation", "budgets", "policy")):
+        out = run("reproduce/tables.py", [name, str(tables.RESULTS / f"{records}.jsonl")]).out
+        assert out.split()[0] == head and ("±: one standard error" in out) == ("±" in out), "rows are told apart"
 
 
 @pytest.mark.parametrize(
     ("table", "records", "message"),
     [
-        ("prompt_sets", "budgets", "no category"),
         ("serving_peers", "budgets", "no clients, no mode"),
         ("lengths", "kept_answers", "no speedup_and_length"),
         ("cpu_storages", "certify", "no rows"),

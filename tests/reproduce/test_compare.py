@@ -52,8 +52,7 @@ def test_acceptance_on_kinds_of_text(call):
     flags = f"{HOW.replace('12', '16')} --contexts 80 --snapkv_window 8 --texts greedy sampled book --top_p 0.9"
     drafters = "--budgets 16 40 200 --drafters oracle self self:snapkv"
     rows = (ended := call(SCRIPT, f"{flags} {drafters}")).record["rows"]
-    assert "self:snapkv with 200 entries is left out" in ended.err and "self:full" in ended.err
-    assert max(map(len, ended.lines)) <= 140
+    assert "self:snapkv with 200 entries is left out" in ended.err and max(map(len, ended.lines)) <= 140
     found = {(row["text"], row["draft_policy"], row["draft_budget"]): row for row in rows}
     assert len(found) == len(rows) == 3 * (2 * 2 + 1) + 2, "a budget of 200 is the ceiling; no oracle of forced text"
     for (text, policy, _), row in found.items():
@@ -62,8 +61,7 @@ def test_acceptance_on_kinds_of_text(call):
         assert row["verification"] == ("coupled" if text == "sampled" else "greedy")
         assert row["top_p"] == (0.9 if text == "sampled" else 1.0)
         assert ("speedup" in row) == (text != "book") and row.get("identical_sequences", 2) == 2
-        whole = policy is None or row["draft_budget"] == 200
-        assert row["acceptance_rate"] == 1 or not whole, "the target, over the same cache"
+        assert row["acceptance_rate"] == 1 or row["draft_budget"] in (16, 40), "the target, over the same cache"
         assert (row["draft_budget"] is None) == (policy is None)
     assert min(row["acceptance_rate"] for row in rows) < 1
     assert len({(row["text"], row["tokens_sha256"]) for row in rows}) == 3
@@ -80,9 +78,8 @@ def test_repeats_make_no_rate_more_certain(call):
     assert once["verification"] == "coupled" and once["identical_sequences"] == 4
     assert once["acceptance_standard_error"] == twice["acceptance_standard_error"] > 0
     for row, each in zip((once, twice), ended, strict=True):
-        (note,) = few_rounds(row)
         assert row["speedup_standard_error"] > 0 and f"± {row['speedup_standard_error']:.2f}" not in each.out
-        assert note in each.out and "±: one standard error" in each.out
+        assert few_rounds(row)[0] in each.out and "±: one standard error" in each.out
 
 
 # Categories of one to three conversations of different lengths, which do not all go on.
@@ -170,8 +167,8 @@ def test_storages_are_compared_with_llama_cpp(checkpoint: Path, books: Path, tmp
     assert stored == [("float32", *["float32"] * 3), ("bfloat16-int8", "bfloat16", "int8", "bfloat16")]
     for record in ours:
         assert [(row["text"], row["identical_sequences"]) for row in record["rows"]] == [("greedy", 2), ("sampled", 2)]
-    for record in (f16, q8_0):
-        assert record["rows"] == [{"baseline_step_ms": 1, "baseline_tokens_per_second": 2000.0, "verify_step_ms": 3}]
+    steps = {"baseline_step_ms": 1, "baseline_tokens_per_second": 2000.0, "verify_step_ms": 3}
+    assert f16["rows"] == q8_0["rows"] == [steps]
 
 
 def end_this_process(*_: object) -> None:

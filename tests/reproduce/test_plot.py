@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from reproduce.helpers.records import Record, varied_settings
+from reproduce.helpers.records import Record, varying
 from reproduce.plot import Lines, choose_x, lines_of
 from tests.support.programs import Ended, run
 
@@ -16,7 +16,7 @@ def record(B: int, speedup: float | None, **changes: object) -> Record:
 
 
 def lines(records: list[Record], x: str, y: str) -> Lines:
-    return lines_of(records, x, y, varied_settings(records, x))
+    return lines_of(records, x, y, varying(records, x))
 
 
 @pytest.fixture
@@ -51,10 +51,9 @@ def test_a_line_for_each_combination_of_what_else_varies():
 
 
 def test_what_follows_from_the_facet_splits_no_line():
-    records = [
-        record(B, 2.0, text=text, verification=by) for B in (1, 2) for text, by in (("book", "a"), ("chat", "b"))
-    ]
-    assert varied_settings(records, "B", "text") == [] and varied_settings(records, "B") == ["text"]
+    pairs = ("book", "a"), ("chat", "b")
+    records = [record(B, 2.0, text=text, verification=by) for B in (1, 2) for text, by in pairs]
+    assert varying(records, "B", "text") == [] and varying(records, "B") == ["text"]
 
 
 def test_bars_are_the_range_of_repeats_or_an_interval_over_rows():
@@ -74,8 +73,7 @@ def test_what_has_no_number_is_left_out_and_counted(draw, tmp_path: Path):
     ended = draw([*lines, record(2, 2.0, speedups=[1.9, 2.1])])
     assert ended.code == 0, ended.err
     assert "speedup over B: 2 of 3 rows" in ended.out and "per_second over B: 3 of 3" in ended.out
-    for kind in ("png", "svg", "pdf"):
-        assert (tmp_path / "figures" / f"own.{kind}").stat().st_size
+    assert all((tmp_path / "figures" / f"own.{kind}").stat().st_size for kind in ("png", "svg", "pdf"))
     draw([record(1, 1.5), record(2, 2.0), record(1, 1.0, speedups=[0.9, 1.1]) | {"B": None}], "--x", "B")
     assert "bands of levels" in (tmp_path / "figures/own-B.svg").read_text(), "other flags make other files"
 
