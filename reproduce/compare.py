@@ -38,6 +38,7 @@ import bench
 from bench.config import AUTO, BatchSize, ComparedSampling, Output, Rows, RunConfig, Sampling, Sizes, Target, Text
 from bench.data import by_category, load_prompts
 from bench.draft_flags import ALONE, DEFAULT_POLICY, DraftNumbers, parse_draft, required_options
+from bench.plan import Plan
 from common import cli
 from common.checkout import ROOT
 from common.errors import flag, refuse, require_at_least
@@ -198,10 +199,12 @@ def named_configs(flags: Flags) -> Configs:
     return [*dict.fromkeys(zip((name for name, _ in found), configs, strict=True))]
 
 
-def open_sessions(flags: Flags, configs: Configs, context: int | None, ids: list[list[int]] | None) -> Sessions:
-    """Open a session for each storage, with room for the prompts and for every drafter. ids: the prompts, if they are
-    not those of the flags. Errors: UserError."""
-    plans = dict[str | None, Any]()
+def open_sessions(
+    flags: Flags, configs: Configs, context: int | None, ids: list[list[int]] | None
+) -> tuple[Sessions, Configs]:
+    """Open a session for each storage, with room for the prompts and for every drafter, and leave out drafts that
+    repeat another. ids: the prompts, if they are not those of the flags. Errors: UserError."""
+    plans = dict[str | None, Plan]()
     for storage in flags.storages or (None,):  # all are checked before anything is loaded
         target = flags.target if storage is None else replace(flags.target, **STORAGES[storage])
         rows = Rows(flags.prompts, flags.num_prompts, stop_at_eos=flags.chat) if ids is None else Rows(stop_at_eos=True)
@@ -210,7 +213,8 @@ def open_sessions(flags: Flags, configs: Configs, context: int | None, ids: list
         # A drafter that does not choose between caches leaves the memory before the next one is made.
         plans[storage] = bench.resolve_each(run, [drafts for _, drafts in configs], ids)
     n_continued = flags.gen_len if BOOK in flags.kinds else 0
-    return {storage: bench.Session.of_plan(plan, n_continued) for storage, plan in plans.items()}
+    sessions = {storage: bench.Session.of_plan(plan, n_continued) for storage, plan in plans.items()}
+    return sessions, without_repeats(configs, next(iter(plans.values())))
 
 
 def records_at(flags: Flags, configs: Configs, context: int | None, tasks: Tasks) -> Iterator[Record]:
@@ -218,7 +222,9 @@ def records_at(flags: Flags, configs: Configs, context: int | None, tasks: Tasks
     UserError."""
     if tasks:
         flags = replace(flags, gen_len=max(task.new_tokens for task, _ in tasks))
-        sessions = open_sessions(flags, configs, None, [each.prompt for _, examples in tasks for each in examples])
+        sessions, configs = open_sessions(
+            flags, configs, None, [each.prompt for _, examples in tasks for each in examples]
+        )
         named = {"context": context, "texts_seed": flags.sampling.seed or 0}
         for task, examples in tasks:
             shorter = {storage: session.variant(gen_len=task.new_tokens) for storage, session in sessions.items()}
@@ -229,22 +235,22 @@ def records_at(flags: Flags, configs: Configs, context: int | None, tasks: Tasks
         categories = by_category(prompts, flags.categories, flags.per_category)
         template = flags.target.with_text().chat_template()
         ids = [longest_form(template, prompt, flags.gen_len) for prompt in chain(*categories.values())]
-        sessions = open_sessions(flags, configs, None, ids)
+        sessions, configs = open_sessions(flags, configs, None, ids)
         for category, talks in categories.items():
             named = {"category": category, "conversations": len(talks)}
             yield from measure(flags, configs, sessions, named, turns_of(talks, template, flags.B))
     else:
-        sessions = open_sessions(flags, configs, context, None)
+        sessions, configs = open_sessions(flags, configs, context, None)
         yield from measure(flags, configs, sessions, {}, batches_of(next(iter(sessions.values()))))
 
 
-def without_repeats(configs: Configs, session: bench.Session) -> Configs:
+def without_repeats(configs: Configs, run: Plan) -> Configs:
     """Return the drafts without those that repeat another because the budgets of both cover the run."""
-    target, found = session.plan.target, list[tuple[Any, str, Any]]()
+    found = list[tuple[Any, str, Any]]()
     for name, drafts in configs:
         each = list[dict[str, Any]]()
-        for plan in session.plan.with_drafts(*drafts).candidates:
-            options, whole = plan.config.options(), plan.budget_covers(target)
+        for plan in run.with_drafts(*drafts).candidates:
+            options, whole = plan.config.options(), plan.budget_covers(run.target)
             kept = {key: value for key, value in options.items() if not whole or key not in vars(plan.policy)}
             each.append(kept | ({"draft_policy": "full"} if whole else {}))
         described = f"{name} with {plan.capacity} entries"
@@ -260,7 +266,6 @@ def measure(
 ) -> Iterator[Record]:
     """Run every contender on every batch in turns, every second time in reverse, so that all share the drift of the
     machine. Yield a record for each storage, and for llama.cpp."""
-    configs = without_repeats(configs, next(iter(sessions.values())))
     decoders, forced = list[Decoder](), list[Forced]()
     for session, text in product(sessions.values(), flags.kinds):
         drafting = partial(session.variant, sampling=flags.sampling_of(text))
