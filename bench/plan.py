@@ -154,7 +154,8 @@ def candidates(drafts: Sequence[DrafterConfig], target: PlannedTarget, ablate: b
         if len(plans) < 2:
             required = "a draft over a cache, with cheaper weights or fewer entries than the target"
             what, fix = "there is nothing to ablate", f"leave out {flag('ablate')}"
-            refuse("ablate", " ".join(kinds) or "no draft", required, what, fix)
+            lacks = "reads the target's weights and all entries" if plans and plans[0].policy else "has no cache"
+            refuse("ablate", f"draft {kinds[0]}, which {lacks}" if plans else "no draft", required, what, fix)
         return tuple(plans)
     plans = [each.plan(target) for draft in drafts for each in draft.alternatives(target.prefix_len)]
     plans.sort(key=lambda plan: (kinds.index(plan.config.kind), -plan.capacity))
