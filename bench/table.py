@@ -26,6 +26,11 @@ def reads_text(record: Mapping[str, Any]) -> str | None:
     return f"{weights}, {entries}"
 
 
+def speedup_text(record: Mapping[str, Any]) -> str | None:
+    """Return the speedup, with its standard error unless it is of too few rounds. None without a speedup."""
+    return with_error(record["speedup"], None if few_rounds(record) else record["speedup_standard_error"], 2)
+
+
 # Tokens of a prompt's end that --printoutput prints.
 PROMPT_END = 32
 COLUMNS = [
@@ -47,7 +52,7 @@ ABLATED = [
     Column(reads_text, "a draft step reads", align="<"),
     Column(acceptance_text, "acceptance"),
     Column("mean_accepted_length", "tokens per round", ".2f"),
-    Column(lambda row: with_error(row["speedup"], row["speedup_standard_error"], 2), "speedup"),
+    Column(speedup_text, "speedup"),
 ]
 MORE = {"by_length": BY_LENGTH, "rows": ABLATED}
 # A text with fewer distinct 4-grams than this share repeats itself.
@@ -77,7 +82,9 @@ def finish(benchmark: str, session: Session, passes: PassResults) -> None:
 def summary(session: Session, record: dict[str, Any], lengths: Sequence[int]) -> list[str]:
     """Return the lines of a headline, the table of figures, and notes. lengths: tokens of the prompts."""
     said = [f"  {note}" for note in notes(record, session.plan.automatic)]
-    return [f"  {headline(session, record, lengths)}", "", *table(record).splitlines(), *said]
+    drawn = table(record)
+    legend = ["  ±: the standard error over rows; of a speedup, over rows and rounds"] if "±" in drawn else []
+    return [f"  {headline(session, record, lengths)}", "", *drawn.splitlines(), *legend, *said]
 
 
 def _texts(session: Session, ends: Sequence[list[int]], rows: list[list[int]]) -> list[str]:
@@ -147,10 +154,9 @@ def table(record: dict[str, Any]) -> str:
     ]
     if record["benchmark"] == "baseline":
         return console(rows, COLUMNS[:2])
-    speedup = with_error(record["speedup"], record["speedup_standard_error"], 2)
     most = "gamma + 1" if gamma == AUTO else gamma + 1
     rows += [
-        ("speedup (all rows busy)", "1.00" if has_baseline else None, speedup),
+        ("speedup (all rows busy)", "1.00" if has_baseline else None, speedup_text(record)),
         ("speedup (to the last row)", "1.00" if has_baseline else None, figure("wall_speedup", 2)),
         ("acceptance rate", None, acceptance_text(record)),
         (f"tokens per round (of {most})", "1" if has_baseline else None, figure("mean_accepted_length", 2)),
@@ -226,7 +232,7 @@ def notes(record: dict[str, Any], automatic: Sequence[str]) -> list[str]:
         found.append(f"measuring what rounds cost took {seconds:.1f} s, which is in no speedup")
     if automatic and record["gamma"] and not any(choice["gamma"] for choice in choices):
         found.append("every round was a plain step, so the speedups are noise")
-    elif few := few_rounds(record):
+    elif few := [note for row in record.get("rows", [record]) for note in few_rounds(row)]:
         found += [f"{few[0]}: use a longer --gen_len"]
     elif record.get("sequences", 0) <= record.get("B", 0) * record.get("data_parallel", 1):
         lost = 1 - (ratio(record.get("wall_speedup"), record["speedup"]) or 1)
