@@ -11,8 +11,8 @@ import torch
 
 from bench import memory
 from bench.config import RunConfig, Sizes, Target
-from bench.memory import MemoryPlan, memory_plan, require_memory
-from bench.plan import resolve
+from bench.memory import memory_plan, require_memory
+from bench.plan import Plan, resolve
 from bench.session import Session
 from common.errors import OutOfMemoryError
 from engine.drafters.self_speculation import SelfConfig
@@ -76,29 +76,22 @@ def test_kv_entries_are_the_bytes_of_the_caches(kv_dtype, budget: int, checkpoin
     assert 3 * of_draft == session.drafter().cache.n_bytes < 3 * session.runner.cache.n_bytes
 
 
-@pytest.mark.parametrize("batch", [1, 7, 1000])
-def test_the_largest_batch_is_exact(batch: int) -> None:
-    plan = MemoryPlan({"weights": 12345}, {"target KV": 678, "draft KV": 9})
-    assert {plan.largest_batch(n) for n in (plan.total(batch), plan.total(batch + 1) - 1)} == {batch}
+@pytest.mark.parametrize(
+    ("share", "budget", "name"), [(0.9, 16, "prefix_len"), (0.9, 10**6, "draft_budget"), (0.3, 16, "B")]
+)
+def test_a_run_that_does_not_fit_is_told_one_change_that_suffices(share, budget, name, checkpoint: Path) -> None:
+    def planned(**changed: int) -> Plan:
+        sizes = {"B": 200, "prefix_len": 100, "gen_len": 8, "draft_budget": budget} | changed
+        draft = SelfConfig(draft_dtype="same", policy=Streaming(sizes.pop("draft_budget")))
+        return resolve(RunConfig(Target(str(checkpoint), device="cpu"), sizes=Sizes(**sizes), draft=draft))
 
-
-LACKS = [(0.9, 16, "--prefix_len"), (0.9, 10**6, "--draft_budget"), (0.3, 16, "--B"), (0.001, 16, "a machine")]
-
-
-@pytest.mark.parametrize(("share", "budget", "named"), LACKS)
-def test_the_fix_of_a_run_that_does_not_fit_is_one_and_suffices(share, budget, named, checkpoint: Path) -> None:
-    sizes, how = {"B": 200, "prefix_len": 100, "gen_len": 8}, {"draft_dtype": "same", "policy": Streaming(budget)}
-    config = RunConfig(Target(str(checkpoint), device="cpu"), sizes=Sizes(**sizes), draft=SelfConfig(**how))
-    plan = resolve(config)
-    available = int(share * memory_plan(plan).total(200))
-    with pytest.raises(OutOfMemoryError, match=rf"fix: +use {named} [^-]+$") as refused:
-        require_memory(plan, memory_plan(plan), available)
-    name, number = str(refused.value).split()[-2:]
-    if named[:2] == "--":
-        sizes |= {name[2:]: int(number)} if name[2:] in sizes else {}
-        how |= {"policy": Streaming(int(number))} if name == "--draft_budget" else {}
-        plan = resolve(replace(config, sizes=Sizes(**sizes), draft=SelfConfig(**how)))
-        require_memory(plan, memory_plan(plan), available)
+    available = int(share * memory_plan(planned()).total(200))
+    with pytest.raises(OutOfMemoryError, match=rf"--{name} \d+$") as refused:
+        require_memory(planned(), memory_plan(planned()), available)
+    number = int(str(refused.value).split()[-1])
+    fits = planned(**{name: number})
+    require_memory(fits, memory_plan(fits), available)
+    assert name != "B" or memory_plan(fits).total(number + 1) > available, "the largest batch"
 
 
 @pytest.mark.parametrize("available", [[1000], [2**40, 1000]])
