@@ -180,7 +180,7 @@ def smaller(plan: Plan, item: str) -> Iterator[tuple[str, Plan]]:
         for n in (int(share * target.prefix_len) for share in shares):
             shorter = replace(target, prefix_len=n, capacity=target.capacity - target.prefix_len + n)
             yield f"{flag('prefix_len')} {n}", replace(plan, target=shorter)
-    elif item == "draft KV" and plan.candidates:
+    elif item == "draft KV" and plan.candidates and plan.n_resident is None:  # else drafts of several runs
         most = min(target.capacity, max(each.capacity for each in plan.candidates))
         for n in (int(share * most) for share in shares):
             drafts = tuple(each.config.within(n, each.gamma).plan(target) for each in plan.candidates)

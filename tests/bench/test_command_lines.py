@@ -98,7 +98,7 @@ def test_a_token_is_not_repeated():
         ("foretoken.py", "compar --gamma 3", ["compar", "compare, eval", "use compare"]),
         ("foretoken.py", "--gamma 3 compare", ["--gamma", "subcommand"]),
         (BENCHMARKS[2], "--drft-budget 128 --gama=3", ["--drft_budget, --gama\n", "use --draft_budget, --gamma,"]),
-        (BENCHMARKS[2], "--budget 64", ["--budget\n", "use --draft_budget,"]),
+        (BENCHMARKS[2], "--budget 64 --max_tokens 8", ["--budget", "use --draft_budget, --max_new_tokens,"]),
         (COST_MODEL, "--modl x", ["--modl", "use --model,"]),
         (BENCHMARKS[0], "--B many", ["--batch_size/--B", "many", "integer"]),
         (BENCHMARKS[2], "--confidence_threshold x", ["--confidence_threshold", "seen:     x", "auto"]),
