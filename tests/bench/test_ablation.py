@@ -47,7 +47,7 @@ def test_what_repeats_another_is_left_out_and_what_cannot_be_taken_apart_is_refu
     reads = [(row["draft_dtype"], row["draft_policy"]) for row in rows]
     assert reads == [("float32", "streaming"), ("float64", "streaming")], "the budget covers 60 + 20 tokens"
     nothing = "--draft_policy full --draft_dtype same", "--draft_budget 80 --draft_dtype same"
-    for flags in ("--draft ngram", "--gamma auto", *nothing):
+    for flags in ("--draft ngram", "--gamma auto", "--gamma 0", *nothing):
         refusal = call(SELFSPEC, f"{SIZES} {flags} --ablate").refusal
         assert "--ablate" in refusal and ("all entries" in refusal) == (flags in nothing)
 
