@@ -19,4 +19,4 @@ from bench.record import (
     tokens_sha256,
 )
 from bench.session import Session
-from bench.table import few_rounds, looping, reads_text, speedup_text
+from bench.table import few_rounds, legend, looping, reads_text, speedup_text

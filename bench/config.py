@@ -24,6 +24,7 @@ from models.names import Backend, Dtype, KVDtype, Scheme
 DEFAULT_MODEL = str(DEFAULT_CHECKPOINT / "model.pth")
 DEFAULT_PREFIX_LEN = 6000
 BatchSize = Annotated[int, arg(aliases=["--batch_size"])]
+NewTokens = Annotated[int, arg(aliases=["--max_new_tokens"])]
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Sizes:
     """rows decoded together"""
     prefix_len: Given[int] = None
     """prompt tokens per row; if left out, benchmarks take 6000"""
-    gen_len: int = 64
+    gen_len: NewTokens = 64
     """new tokens per row"""
 
 

@@ -9,6 +9,7 @@ import os
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ ID_KEYS, CATEGORY_KEYS = ("question_id", "id", "_id"), ("category", "dataset")
 KEYS = (*ID_KEYS, *CATEGORY_KEYS, "prompt", "turns", "context", "input")
 FIX = f"fetch it on a connected machine, and name its file: {flag('prompts')} FILE"
 
+say_once = cache(say)  # a process reads a data set for each of its sessions
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -66,7 +69,7 @@ def resolve_dataset(name: str, target: ModelSource, n_tokens: int = 0) -> str | 
         return None
     is_short = DEFAULT_BOOK.is_file() and n_tokens > DEFAULT_BOOK.stat().st_size / LEAST_BYTES
     if name == AUTO and is_short:
-        say(f"note: the built-in book is too short for {n_tokens} tokens, so prompts come from PG-19")
+        say_once(f"note: the built-in book is too short for {n_tokens} tokens, so prompts come from PG-19")
     return name if name != AUTO else PG19 if is_short else BUILT_IN
 
 
@@ -126,7 +129,7 @@ def load_prompts(name: str) -> list[Prompt]:
     if not whole:
         raise unreadable(Path(name), seen, "at least one prompt", "prompts")
     if len(whole) < len(found):
-        say(f"note: {name} has {seen}, which are left out")
+        say_once(f"note: {name} has {seen}, which are left out")
     return whole
 
 
@@ -220,7 +223,7 @@ def files_of(name: str, field: str, suffixes: Collection[str], names: str) -> li
 def hub_files(repository: str, revision: str, pattern: str, fix: str) -> list[Path]:
     """Return the files of a Hugging Face data set, from the hub or its local cache. Errors: DataError."""
     seen = "no such files in the downloaded snapshot"
-    say(f"looking for {repository} on the Hugging Face hub, or in its local cache (half a minute without a network)")
+    say_once(f"looking for {repository} on the Hugging Face hub, or in its cache (half a minute without a network)")
     try:
         folder = snapshot_download(repository, repo_type="dataset", revision=revision, allow_patterns=pattern)
         if files := sorted(Path(folder).glob(pattern)):

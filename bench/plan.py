@@ -151,10 +151,12 @@ def candidates(drafts: Sequence[DrafterConfig], target: PlannedTarget, ablate: b
             whole = {"draft_policy": "full", "draft_budget": target.length(plan.gamma)}
             found.setdefault(str(plan.record() | (whole if plan.budget_covers(target) else {})), plan)
         plans = [*found.values()]
-        if len(plans) < 2:
+        if len(plans) < 2 or not plans[0].gamma:
             required = "a draft over a cache, with cheaper weights or fewer entries than the target"
             what, fix = "there is nothing to ablate", f"leave out {flag('ablate')}"
-            refuse("ablate", " ".join(kinds) or "no draft", required, what, fix)
+            lacks = "reads the target's weights and all entries" if plans and plans[0].policy else "has no cache"
+            lacks = "drafts no tokens" if plans and not plans[0].gamma else lacks
+            refuse("ablate", f"draft {kinds[0]}, which {lacks}" if plans else "no draft", required, what, fix)
         return tuple(plans)
     plans = [each.plan(target) for draft in drafts for each in draft.alternatives(target.prefix_len)]
     plans.sort(key=lambda plan: (kinds.index(plan.config.kind), -plan.capacity))

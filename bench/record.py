@@ -220,10 +220,12 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
     if speculative and (width := plan.config.passes.by_length):
         record["by_length"] = by_length_rows(width, plan.target.gen_len, passes.outputs)
     if speculative and plan.config.passes.ablate:
-        ablations = (output for name, output in passes.outputs.items() if name.startswith("ablation"))
-        pairs = zip(plan.candidates, (speculative, *ablations), strict=True)
-        target = plan.target
-        record["rows"] = [each.record() | each.reads(target) | gains(plan, baseline, output) for each, output in pairs]
+        outputs = [speculative, *(output for name, output in passes.outputs.items() if name.startswith("ablation"))]
+        record["rows"] = [
+            {**each.record(), **each.reads(plan.target), **gains(plan, baseline, output)}
+            | {"steady_rounds": len(output.stats.steady())}
+            for each, output in zip(plan.candidates, outputs, strict=True)
+        ]
     if drafted and drafted.inner:
         record["inner"] = {name: getattr(drafted.inner, name) for name in COUNTED}
     if any(draft.source for draft in plan.candidates):

@@ -61,8 +61,7 @@ class Session:
 
         prompts: texts to continue, whole, or their token ids, in place of the configuration's. Errors: UserError.
         """
-        plan = resolve(config, prompts)
-        return cls.of_plan(plan)
+        return cls.of_plan(resolve(config, prompts))
 
     @classmethod
     def of_plan(cls, plan: Plan, n_continued: int = 0, *, options: object = None) -> Session:

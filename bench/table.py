@@ -1,5 +1,6 @@
 """Publishes a benchmark: texts and a table for people, a record for programs."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
@@ -39,6 +40,13 @@ def speedup_text(record: Mapping[str, Any]) -> str | None:
     return with_error(record.get("speedup"), error, 2)
 
 
+# What marks behind numbers mean, by the expression that finds a mark in a table.
+MARKS = {
+    r"\d\*": "*: slower than plain decoding",
+    "±": "±: one standard error over rows, of a speedup over rows and rounds",
+    r"\d =( |$)": "=: no difference shown",
+    r"\d\?": "?: the acceptance is assumed",
+}
 # Tokens of a prompt's end that --printoutput prints.
 PROMPT_END = 32
 COLUMNS = [
@@ -90,7 +98,14 @@ def finish(benchmark: str, session: Session, passes: PassResults) -> None:
 def summary(session: Session, record: dict[str, Any], lengths: Sequence[int]) -> list[str]:
     """Return the lines of a headline, the table of figures, and notes. lengths: tokens of the prompts."""
     said = [f"  {note}" for note in notes(record, session.plan.automatic)]
-    return [f"  {headline(session, record, lengths)}", "", *table(record).splitlines(), *said]
+    drawn = table(record)
+    return [f"  {headline(session, record, lengths)}", "", *drawn.splitlines(), *legend(drawn), *said]
+
+
+def legend(table: str) -> list[str]:
+    """Return a line on the marks that a printed table has, or nothing without any."""
+    found = [meaning for mark, meaning in MARKS.items() if re.search(mark, table, re.MULTILINE)]
+    return [f"  {'; '.join(found)}"] if found else []
 
 
 def _texts(session: Session, ends: Sequence[list[int]], rows: list[list[int]]) -> list[str]:
@@ -233,7 +248,7 @@ def notes(record: dict[str, Any], automatic: Sequence[str]) -> list[str]:
         found.append(f"measuring what rounds cost took {seconds:.1f} s, which is in no speedup")
     if automatic and record["gamma"] and not any(choice["gamma"] for choice in choices):
         found.append("every round was a plain step, so the speedups are noise")
-    elif few := few_rounds(record):
+    elif few := [note for row in record.get("rows", [record]) for note in few_rounds(row)]:
         found += [f"{few[0]}: use a longer --gen_len"]
     elif record.get("sequences", 0) <= record.get("B", 0) * record.get("data_parallel", 1):
         lost = 1 - (ratio(record.get("wall_speedup"), record["speedup"]) or 1)

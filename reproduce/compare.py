@@ -48,7 +48,7 @@ from common.say import note_without_effect, say
 from common.tables import console
 from engine.drafters.config import DrafterConfig, Trait, drafters
 from reproduce.helpers.batches import Batch, batches_of, examples_of, longest_form, turns_of
-from reproduce.helpers.columns import column, legend
+from reproduce.helpers.columns import column
 from reproduce.helpers.contenders import SETTINGS, Decoder, Forced, summary_rows
 from reproduce.helpers.llama_cpp import peers
 from reproduce.helpers.pairs import with_differences
@@ -319,7 +319,7 @@ def main(flags: Flags) -> None:
     cells = {each: {each.cell(row) for row in rows} - {each.missing} for each in columns}
     same = [f"{each.head} {''.join(found)}" for each, found in cells.items() if len(found) == 1 and each.head in SAME]
     table = console(rows, [each for each, found in cells.items() if len(found) > (each.head in SAME)])
-    notes = [*legend(table), HEADS]
+    notes = [*bench.legend(table), HEADS]
     if any(row["difference"] for row in rows):
         base = configs[0][0]
         budgets = {row["draft_budget"] for row in rows if row["drafter"] == base}

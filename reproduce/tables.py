@@ -18,6 +18,7 @@ from typing import Any
 
 from tyro.conf import Positional
 
+import bench
 from bench.auto.costs import tokens_per_round
 from common import cli
 from common.checkout import ROOT
@@ -25,7 +26,7 @@ from common.errors import DataError, refuse
 from common.say import say
 from common.tables import Column, console, markdown
 from cost_model.report import costs_of
-from reproduce.helpers.columns import PIVOT, SPECIFICATIONS, legend, medians, of, pivot, ranked, shown
+from reproduce.helpers.columns import PIVOT, SPECIFICATIONS, medians, of, pivot, ranked, shown
 from reproduce.helpers.contenders import summary_rows
 from reproduce.helpers.pairs import with_differences
 from reproduce.helpers.published import is_acceptance_known, predict, published, published_speedups
@@ -215,7 +216,7 @@ def main(flags: Flags) -> None:
         refuse("the command line", "no file", "a file of records", what, fix, DataError)
     is_setting = TABLES[flags.name].get("each") != "best"  # a best draft is a result
     rows, columns = made(flags.name, records, flags.where, is_whole=is_setting)
-    print(table := console(rows, columns), *legend(table), sep="\n")
+    print(table := console(rows, columns), *bench.legend(table), sep="\n")
     if flags.where is None and (usual := TABLES[flags.name].get("where")):
         say(f"note: rows of {' '.join(usual)} alone, unless --where says others")
     if lacking := [column.head for column in columns if column not in shown(columns, rows)]:

@@ -130,8 +130,7 @@ class CachedPlan(DraftPlan):
     def remarks(self, target: PlannedTarget) -> list[str]:
         said, longest = list[str](), target.prefix_len + target.gen_len
         if self.gamma and self.budget_covers(target):
-            covers = f"the draft's budget of {self.capacity} entries covers the whole run of {longest} tokens"
-            said.append(f"{covers}, so that it drops nothing: lower --draft_budget below that")
+            said.append(f"a draft's budget of {self.capacity} entries drops none of a row's {longest} tokens")
         if (source := self.source) is None:
             return said
         if remark := check_vocabulary(target.source, source):

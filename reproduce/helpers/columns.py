@@ -16,13 +16,6 @@ from reproduce.helpers.records import Record, grouped
 
 SPECIFICATIONS = tomllib.loads((ROOT / "reproduce" / "tables.toml").read_text(encoding="utf-8"))
 PIVOT = "*"  # stands for the columns of a pivot among the names of columns
-# What marks behind numbers mean, by the expression that finds a mark in a table.
-MARKS = {
-    r"\d\*": "*: slower than plain decoding",
-    "±": "±: one standard error over rows, of a speedup over rows and rounds",
-    r"\d =( |$)": "=: no difference shown",
-    r"\d\?": "?: the acceptance is assumed",
-}
 
 
 def over(numerator: str, denominator: str) -> Callable[[Record], float | None]:
@@ -57,12 +50,6 @@ def marked_speedup(record: Record) -> str | None:
     """Return the speedup with its standard error, marked with * if plain decoding is faster."""
     text = bench.speedup_text(record)
     return text and text + "*" * (record["speedup"] < 1)
-
-
-def legend(table: str) -> list[str]:
-    """Return a line on the marks that a printed table has, or nothing without any."""
-    found = [meaning for mark, meaning in MARKS.items() if re.search(mark, table, re.MULTILINE)]
-    return [f"  {'; '.join(found)}"] if found else []
 
 
 def identical_text(record: Record) -> str | None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from bench.record import speedup_standard_error
-from bench.table import FEW_ROUNDS, notes
+from bench.table import FEW_ROUNDS, notes, speedup_text
 from engine.generation import GenerateOutput
 from engine.stats import PLAIN, Counts, RoundStats, Stats
 
@@ -25,16 +25,16 @@ def test_a_record_says_what_the_draft_reads(call, flags: str, shares: tuple[floa
 def test_a_draft_is_taken_apart_in_one_session(call) -> None:
     """Float32 stands for cheap weights. With all entries and the target's weights, everything is accepted."""
     flags = "--draft_budget 20 --draft_dtype float32 --temperature 0.9 --seed 3"
-    record = call(SELFSPEC, f"{SIZES} {flags} --ablate").record
-    rows = record["rows"]
+    ended = call(SELFSPEC, f"{SIZES} {flags} --ablate")
+    record, rows = ended.record, ended.record["rows"]
+    assert "float64 weights, full" in ended.err and sum("±:" in line for line in ended.lines) == 1
     assert record["verification"] == "coupled"
     reads = [(row["draft_dtype"], row["draft_budget"], row["draft_policy"]) for row in rows]
     whole = 60 + 20 + 3 + 1
     cut, all_entries = (20, "streaming"), (whole, "full")
     assert reads == [(dtype, *entries) for dtype in ("float32", "float64") for entries in (cut, all_entries)]
     assert all(row["identical_sequences"] == 4 for row in rows)
-    names = "acceptance_rate", "acceptance_standard_error", "speedup", "speedup_standard_error", "verified"
-    names += ("by_row",)
+    names = "acceptance_rate", "acceptance_standard_error", "speedup", "speedup_standard_error", "by_row"
     assert {name: record[name] for name in names} == {name: rows[0][name] for name in names}
     assert rows[3]["acceptance_rate"] == 1 > rows[2]["acceptance_rate"]
     assert all(row["speedup_standard_error"] > 0 for row in rows)
@@ -47,8 +47,9 @@ def test_what_repeats_another_is_left_out_and_what_cannot_be_taken_apart_is_refu
     reads = [(row["draft_dtype"], row["draft_policy"]) for row in rows]
     assert reads == [("float32", "streaming"), ("float64", "streaming")], "the budget covers 60 + 20 tokens"
     nothing = "--draft_policy full --draft_dtype same", "--draft_budget 80 --draft_dtype same"
-    for flags in ("--draft ngram", "--gamma auto", *nothing):
-        assert "--ablate" in call(SELFSPEC, f"{SIZES} {flags} --ablate").refusal
+    for flags in ("--draft ngram", "--gamma auto", "--gamma 0", *nothing):
+        refusal = call(SELFSPEC, f"{SIZES} {flags} --ablate").refusal
+        assert "--ablate" in refusal and ("all entries" in refusal) == (flags in nothing)
 
 
 def passed(emitted: list[int], seconds: list[float]) -> GenerateOutput:
@@ -81,4 +82,6 @@ NOTED += [{"wall_speedup": 0.9}, {"distinct_4gram_fraction": 0.2}]
 
 @pytest.mark.parametrize("changed", [NOTHING, *NOTED])
 def test_notes_are_made_where_a_record_would_be_misread(changed: dict[str, Any]) -> None:
-    assert len(notes(USUAL | changed, ["gamma"])) == (changed in NOTED)
+    record = USUAL | {"speedup_standard_error": 0.1} | changed
+    assert len(notes(record, ["gamma"])) == (changed in NOTED)
+    assert ("±" in str(speedup_text(record))) == ("steady_rounds" not in changed)

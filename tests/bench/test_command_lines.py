@@ -96,13 +96,13 @@ def test_a_token_is_not_repeated():
     ("program", "words", "named"),
     [
         ("foretoken.py", "compar --gamma 3", ["compar", "compare, eval", "use compare"]),
-        ("foretoken.py", "--gamma 3 compare", ["--gamma", "begin with the subcommand"]),
+        ("foretoken.py", "--gamma 3 compare", ["--gamma", "subcommand"]),
         (BENCHMARKS[2], "--drft-budget 128 --gama=3", ["--drft_budget, --gama\n", "use --draft_budget, --gamma,"]),
-        (BENCHMARKS[2], "--budget 64", ["--budget\n", "use --draft_budget,"]),
+        (BENCHMARKS[2], "--budget 64 --max_tokens 8", ["--budget", "use --draft_budget, --max_new_tokens,"]),
         (COST_MODEL, "--modl x", ["--modl", "use --model,"]),
-        (BENCHMARKS[0], "--B many", ["--batch_size/--B", "many", "give an integer"]),
-        (BENCHMARKS[2], "--confidence_threshold x", ["--confidence_threshold", "seen:     x", "a number or auto"]),
-        (BENCHMARKS[2], "--draft_budget 1.5", ["--draft_budget", "1.5", "an integer or auto"]),
+        (BENCHMARKS[0], "--B many", ["--batch_size/--B", "many", "integer"]),
+        (BENCHMARKS[2], "--confidence_threshold x", ["--confidence_threshold", "seen:     x", "auto"]),
+        (BENCHMARKS[2], "--draft_budget 1.5", ["--draft_budget", "1.5", "auto"]),
         (BENCHMARKS[2], "--draft self:streming", ["streming", "snapkv, ", "use streaming"]),
         (BENCHMARKS[2], "--draft_policy streming", ["streming", "snapkv, ", "use streaming"]),
     ],
@@ -128,10 +128,10 @@ def test_what_is_written_is_read_again(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["nothing", "self:snapkv=full", "ngram=snapkv", "nothing+self", "self@0", "suffix+ngram", "ngram:nothing"]
+    "name", ["nothing", "self:snapkv=full", "ngram=snapkv", "nothing+self", "self@0", "suffix+ngram", "ngram:x"]
 )
 def test_what_is_no_draft_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="no such draft"):
+    with pytest.raises(ConfigError, match="--draft"):
         parse_draft(name)
 
 
@@ -142,9 +142,7 @@ def test_a_name_and_options_are_a_configuration() -> None:
     assert drafts_of(parse_draft("eagle:a/head@2")) == (EagleConfig(gamma=2, draft_model="a/head"),)
 
 
-@pytest.mark.parametrize(
-    "pair,fix", [("text_mach=4", "use text_match="), ("text_match", "use text_match="), ("policy=4", "")]
-)
+@pytest.mark.parametrize("pair,fix", [("text_mach=4", "text_match="), ("text_match", "text_match="), ("policy=4", "")])
 def test_an_option_that_no_draft_has_is_refused(pair: str, fix: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){pair}.*{fix}"):
         drafts_of({"draft": "self", "draft_options": (pair,)})
