@@ -36,7 +36,7 @@ class ScoredKVCache(RingKVCache):
         budget, window = policy.budget, policy.snapkv_window
         require_at_least("snapkv_window", window, 1)
         # A selected entry fits next to sinks and window, and the shortest prompt that is selected from has all queries.
-        require_at_least("draft_budget", budget, max(policy.n_first + window + 1, policy.n_queries))
+        require_at_least("draft_budget", budget, max(window + 1, policy.reserved + 1, policy.n_queries))
         super().__init__(config, max_batch, budget, budget - window, device, dtype)
         self.n_queries, self._policy = policy.n_queries, policy
 
@@ -79,11 +79,6 @@ class ScoredPolicy(BudgetedPolicy):
     @property
     def room(self) -> int:
         return self.snapkv_window
-
-    @property
-    def n_first(self) -> int:
-        """The number of a text's first entries that always stay, a multiple of the chunk."""
-        return 0
 
     def new_cache(self, config: KVShape, max_batch: int, length: int, device: Device, dtype: torch.dtype) -> KVCache:
         return ScoredKVCache(config, max_batch, self, device, dtype)

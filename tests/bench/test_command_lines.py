@@ -148,8 +148,3 @@ def test_a_name_and_options_are_a_configuration() -> None:
 def test_an_option_that_no_draft_has_is_refused(pair: str, fix: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){pair}.*{fix}"):
         drafts_of({"draft": "self", "draft_options": (pair,)})
-
-
-def test_a_draft_whose_code_fails_is_refused_with_the_line() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)ngram\.py, line \d+\n.*TypeError"):
-        DraftFlags(draft="ngram", draft_options=("max_ngram=[1]",)).choices({})

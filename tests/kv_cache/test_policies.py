@@ -106,7 +106,6 @@ SCORES = {
     r"not a number .*seen: +list of 2\n": lambda prompt: prompt.keys[..., 0].tolist(),
     "not a number .*84": lambda prompt: prompt.keys[:, 4:, 0],
     r"not a number .*torch\.bool": lambda prompt: prompt.keys[..., 0] > 0,
-    r"not a number .*seen: +NoneType\n": lambda prompt: None,
     r"not a number .*with NaN": lambda prompt: prompt.keys[..., 0] * (float("nan") if prompt.layer == 39 else 1),
     r"test_policies\.py, line \d+\n.*IndexError: index 64": lambda prompt: prompt.keys[:, :, 64],
     r"test_policies\.py, line \d+\n.*LookupError.*n_queries": lambda prompt: prompt.queries,
@@ -132,8 +131,7 @@ def test_a_policy_is_tried_in_the_sizes_of_the_model():
             tried.append(prompt.layer)
             return prompt.keys[..., torch.arange(32, 64)].norm(dim=-1)
 
-    for policy in (OfModel(24, 8), SmallestKeys(24, 8)):
-        try_policy(policy, MANY_LAYERS)
+    try_policy(OfModel(24, 8), MANY_LAYERS)
     assert tried == [*range(40)]
 
 
