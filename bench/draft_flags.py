@@ -18,16 +18,18 @@ from tyro.conf import arg
 
 from common.errors import flag, refuse
 from common.flags import Given
-from common.say import note_without_effect
-from engine.drafters.config import AUTO, DrafterConfig, Trait, Wrapper, drafters, wrappers
+from common.say import note_without_effect, say
+from engine.drafters.config import AUTO, DrafterConfig, Trait, Wrapper, drafters, plug_ins, wrappers
 from engine.drafters.text_drafter import text_kinds
 from kv_cache import Policy
-from kv_cache.policy import BudgetedPolicy, name_of, policies
+from kv_cache.policy import BudgetedPolicy, errors_refused, left_out, name_of, policies
 from models.names import Dtype, KVDtype, Scheme
 
 DEFAULT_POLICY = "streaming"
 # A budget that means the policy `full`.
 FULL_BUDGET = -1
+# The packages whose files are policies and drafts.
+PACKAGES = "kv_cache", "engine.drafters"
 NAME = re.compile(r"(?:([\w+]+)\+)?(\w+)(?::(.+?))?(?:=(\w+))?(?:@([1-9]\d*|constant|heuristic|confidence|auto))?")
 BUDGETED = [name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy)]
 # Kinds that need no second model, and those that do.
@@ -121,6 +123,7 @@ class DraftOptions:
             refuse("draft", names, "one draft with one policy", "this program does not choose among drafts")
         return drafts[0]
 
+    @errors_refused(*plug_ins())
     def choices(self, *chosen: Mapping[str, Any]) -> list[tuple[DrafterConfig, ...]]:
         """Return the drafts to choose among for each mapping of options that the program sets, which override flags.
 
@@ -150,6 +153,8 @@ class DraftOptions:
             note_without_effect(unused, f"not for draft {' and '.join(dict.fromkeys(kinds))}")
         for draft in drafts:
             draft.check()
+        for why in left_out(*PACKAGES):
+            say(f"note: without {why}")
         return found
 
 
@@ -227,7 +232,7 @@ def parse_draft(name: str, field: str = "draft", *, is_whole: bool = False) -> d
             _known("draft_policy", policy, policies(), AUTO)
         near = [] if "+" in name else get_close_matches(model, [*ALONE, *WITH_MODEL], 1)
         fix = f"use {near[0]}{':PATH' * (near[0] in WITH_MODEL)}" if near else "check the spelling and the folder"
-        refuse(field, name[:80], FORMS, "there is no such draft", fix)
+        refuse(field, name[:80], FORMS, "there is no such draft", fix + _or_file())
     options: dict[str, Any] = {"draft": kind, "draft_model": path, "draft_policy": policy, "text_drafts": texts}
     options |= {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length}
     options |= {"gamma": AUTO} if length == AUTO else {}
@@ -295,23 +300,28 @@ def _known(field: str, name: str, kinds: Mapping[str, Any], *others: str) -> Any
     name."""
     if name not in kinds:
         likely = [*get_close_matches(name, [*kinds, *others], 1), "one of these"]
-        refuse(field, name[:80], ", ".join([*kinds, *others]), f"{flag(field)} has no such value", f"use {likely[0]}")
+        what, fix = f"{flag(field)} has no such value", f"use {likely[0]}{_or_file()}"
+        refuse(field, name[:80], ", ".join([*kinds, *others]), what, fix)
     return kinds[name]
+
+
+def _or_file() -> str:
+    """Return the end of a fix for an unknown name: it may be that of a file that cannot be imported."""
+    return "".join(f", or correct {why}" for why in left_out(*PACKAGES))
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
     """Return the options of NAME=VALUE pairs. Errors: ConfigError for a name that no draft, policy or wrapper has."""
-    kinds: list[Any] = [*drafters().values(), *policies().values(), *wrappers()]
-    known = {option.name for kind in kinds for option in fields(kind)} - {"policy", "draft"}
+    known = {option.name for kind in plug_ins() for option in fields(kind)} - {"policy", "draft"}
     parsed = dict[str, Any]()
     for pair in pairs:
         name, is_pair, value = pair.partition("=")
         if not is_pair or name not in known:
             near = [*get_close_matches(name, sorted(known), 1), "NAME"]
             required = "NAME=VALUE, with an option of a draft or policy (see --help)"
-            what, fix = "no draft or policy has this option", f"use {near[0]}=VALUE"
+            what, fix = "no draft or policy has this option", f"use {near[0]}=VALUE{_or_file()}"
             refuse("draft_options", pair[:80], required, what, fix)
-        parsed[name] = parse_value(value)
+        parsed[name] = tuple(read) if isinstance(read := parse_value(value), list) else read
     return parsed
 
 

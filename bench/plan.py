@@ -13,11 +13,12 @@ from bench.data import load_prompts, resolve_dataset
 from common.errors import ConfigError, flag, refuse, require_at_least
 from common.process import LEADER
 from common.say import note_without_effect, say
-from engine.drafters.config import DrafterConfig, DraftPlan, Trait
+from engine.drafters.config import DrafterConfig, DraftPlan, Trait, plug_ins
 from engine.drafters.stored import PlannedTarget, Weights
 from engine.modes import resolve_mode
 from engine.parallel.ranks import replica_group, require_single_process
 from engine.sampling.distribution import SamplingParams
+from kv_cache.policy import errors_refused
 from models.attention import select_backend
 from models.checkpoints.model_source import ModelSource
 from models.kernels.quantize import check_scheme
@@ -110,6 +111,7 @@ class Plan:
         repeats_plain = plan.reproducible and not config.passes.no_baseline
         return replace(plan, target=replace(self.target, repeats_plain=repeats_plain))
 
+    @errors_refused(*plug_ins())
     def with_drafts(self, *drafts: DrafterConfig) -> Plan:
         """Return the plan with other drafts to choose among. Errors: ConfigError for drafts that the target cannot
         have."""

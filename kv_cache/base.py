@@ -239,7 +239,7 @@ class KVCache(ABC):
         if not n_known:
             self.reset_row(row)
         for to_layer, from_layer in enumerate(range(len(self.entries)) if layers is None else layers):
-            last = torch.empty(0) if queries is None else queries[from_layer]
+            last = None if queries is None else queries[from_layer]
             text = PromptEntries(source, from_row, from_layer, length, last)
             positions = self.selected(kept, text) if selects else kept
             self.put(to_layer, row, to_slots, *from_view.gather(from_layer, source.slots(positions)))
@@ -283,21 +283,28 @@ class PromptEntries:
     score them.
 
     cache, row: where the entries are, all of them. layer: the layer's index in that cache's model. length: the number
-    of the prompt's tokens. queries: of the last `n_queries` tokens, `[n_head, n_queries, head_dim]` in the model's
-    dtype, rotated; `[0]` for a policy that needs none. first: entries before that position are left out.
+    of the prompt's tokens. last_queries: see `queries`. first: entries before that position are left out.
     """
 
     cache: KVCache
     row: int
     layer: int
     length: int
-    queries: Tensor
+    last_queries: Tensor | None
     first: int = 0
 
     @property
     def n_layer(self) -> int:
         """The number of layers of the cache's model."""
         return len(self.cache.entries)
+
+    @property
+    def queries(self) -> Tensor:
+        """Queries of the prompt's last `n_queries` tokens, `[n_head, n_queries, head_dim]` in the model's dtype,
+        rotated."""
+        if self.last_queries is None:
+            raise LookupError("no queries are kept, unless the policy's class sets `n_queries` to how many it needs")
+        return self.last_queries
 
     @cached_property
     def positions(self) -> Tensor:

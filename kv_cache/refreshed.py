@@ -208,6 +208,7 @@ class Refreshed(SnapKV):
 
     @property
     def n_first(self) -> int:
+        """The number of a text's first entries that always stay, a multiple of the chunk."""
         return -(-self.n_sink // self.score_chunk) * self.score_chunk
 
     @property

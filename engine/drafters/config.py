@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Flag, auto
-from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
 
 from common.errors import flag, refuse
@@ -16,7 +14,7 @@ from engine.drafters.schedules import OF_CONFIDENCE, Heuristic, Schedule
 from engine.drafters.stored import Models, PlannedTarget, Weights
 from engine.runner import ModelRunner
 from kv_cache import Policy
-from kv_cache.policy import registered
+from kv_cache.policy import policies, registered
 from models.checkpoints.model_source import ModelSource
 from models.checkpoints.tokenizer import Tokenizer
 
@@ -122,6 +120,7 @@ class DraftPlan(ABC):
 class DrafterConfig(ABC):
     """Options of a draft; the fields are its flags (bench/draft_flags.py). A draft that wraps drafts has no `name`."""
 
+    KEY: ClassVar[str] = "name"
     name: ClassVar[str]
     TRAITS: ClassVar[Trait] = Trait.NONE
     SCHEDULES: ClassVar[tuple[str | None, ...]] = (None, "constant", "heuristic", AUTO)
@@ -208,6 +207,7 @@ class Wrapper(DrafterConfig):
     ASKED_BY: the option, by flag, that asks for it.
     """
 
+    KEY: ClassVar[str] = "ASKED_BY"
     ASKED_BY: ClassVar[str]
 
     draft: DrafterConfig
@@ -280,9 +280,7 @@ class WrapperPlan(DraftPlan):
 
 def wrappers() -> list[type[Wrapper]]:
     """Return every wrapper of the files of this folder, in the order of their names."""
-    drafters()
-    whole = [kind for kind in Wrapper.__subclasses__() if kind.__module__ in sys.modules]  # the others' files failed
-    return sorted(whole, key=lambda kind: kind.__module__)
+    return sorted(registered("engine.drafters", Wrapper).values(), key=lambda kind: kind.__module__)
 
 
 def require_gamma(gamma: int | Literal["auto"], least: int) -> None:
@@ -295,4 +293,9 @@ def require_gamma(gamma: int | Literal["auto"], least: int) -> None:
 
 def drafters() -> dict[str, type[DrafterConfig]]:
     """Return the options of every kind of draft, by its name."""
-    return registered("engine.drafters", Path(__file__).parent, DrafterConfig)
+    return registered("engine.drafters", DrafterConfig)
+
+
+def plug_ins() -> list[type[Policy | DrafterConfig]]:
+    """Return every policy, every kind of draft, and every wrapper."""
+    return [*policies().values(), *drafters().values(), *wrappers()]

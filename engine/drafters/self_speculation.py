@@ -96,15 +96,11 @@ class SelfConfig(ModelDrafterConfig):
         if self.policy.in_cache_positions:
             refuse("draft_positions", "cache", "absolute", ROTATED, f"leave out {flag('draft_positions')}")
 
-    def check_layers(self, n_layer: int) -> None:
-        """Raise ConfigError unless the layers are layers of a model that has `n_layer`."""
-        if self.layers and (most := max(self.layers)) >= n_layer:
-            what, last = "the draft's layers are not all layers of the model", n_layer - 1
-            refuse("draft_layers", f"layer {most}", f"0 to {last}", what, f"name layers up to {last}")
-
     def plan(self, target: PlannedTarget) -> SelfPlan:
         self.check()
-        self.check_layers(target.source.config.n_layer)
+        if self.layers and (most := max(self.layers)) > (last := target.source.config.n_layer - 1):
+            what = "the draft's layers are not all layers of the model"
+            refuse("draft_layers", f"layer {most}", f"0 to {last}", what, f"name layers up to {last}")
         check_policy(target.source, self.policy)
         gamma, dtype = self.fitting_gamma(sys.maxsize), self.dtype(target)
         scheme = self.scheme(target, target.source, len(target.group)) or target.weights.quantize

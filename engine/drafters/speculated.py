@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -179,7 +179,9 @@ class Hierarchical(Wrapper):
         inner = self.draft_of_draft
         require_at_least("inner_gamma", self.inner_gamma, 1)
         if self.gamma_schedule == "confidence":
-            _refuse_tokens(inner, "gamma_schedule")
+            where, what = flag("draft_of_draft"), "a draft with a draft does not draw token by token"
+            option = flag("gamma_schedule")
+            refuse(f"{where} and {option}", inner, f"no {option} of tokens", what, f"leave out {option}")
         if inner != "ngram":
             gammas = {"gamma": 0 if self.gamma == AUTO else self.gamma, "inner_gamma": self.inner_gamma}
             longest = max(gammas, key=gammas.__getitem__)
@@ -201,17 +203,12 @@ class Hierarchical(Wrapper):
             if target.load_format != "dummy" and not os.path.exists(inner.draft_model):
                 what, required = "there is no such draft of a draft", "ngram, streaming or a converted checkpoint"
                 refuse("draft_of_draft", inner.draft_model[:80], required, what, "check the spelling and the folder")
-            planned: DraftPlan = inner.plan_named(for_outer, "draft_of_draft", "draft_of_draft")
+            planned: DraftPlan = inner.plan(for_outer, "draft_of_draft", "draft_of_draft")
         else:
             planned = inner.plan(for_outer)
         facts: dict[str, Any] = {name: getattr(outer, name) for name in ("gamma", "policy", "capacity")}
         facts |= {"source": planned.source, "group": planned.group}
         return HierarchicalPlan(config=self, parts=(outer, planned), **facts)
-
-
-def _refuse_tokens(draft: object, option: str) -> NoReturn:
-    where, what = flag("draft_of_draft"), "a draft with a draft does not draw token by token"
-    refuse(f"{where} and {flag(option)}", draft, f"no {flag(option)} of tokens", what, f"leave out {flag(option)}")
 
 
 @dataclass(frozen=True, kw_only=True)

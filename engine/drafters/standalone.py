@@ -111,10 +111,7 @@ class StandaloneConfig(ModelDrafterConfig):
             seen = f"{self.policy.name}, and a draft model with other entries"
             refuse("draft_policy", seen, "a self-draft, or another policy", what, fix)
 
-    def plan(self, target: PlannedTarget) -> StandalonePlan:
-        return self.plan_named(target, "draft_model", "draft_ranks")
-
-    def plan_named(self, target: PlannedTarget, model: str, ranks: str) -> StandalonePlan:
+    def plan(self, target: PlannedTarget, model: str = "draft_model", ranks: str = "draft_ranks") -> StandalonePlan:
         """Return the plan. model, ranks: the flags that name the checkpoint and its ranks, for messages."""
 
         def find(changes: ConfigChanges) -> ModelSource:

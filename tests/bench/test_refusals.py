@@ -8,8 +8,6 @@ from unittest import mock
 import pytest
 
 from common.errors import CheckpointError, ConfigError, DataError, OutOfMemoryError, UserError
-from kv_cache.scored import ScoredPolicy
-from kv_cache.snapkv import SnapKV
 from tests.support.programs import BENCHMARKS, COST_MODEL, TERMINAL, run
 
 BASELINE, LONGSPEC, SELFSPEC = BENCHMARKS
@@ -96,19 +94,3 @@ def test_ranks_that_cannot_share_the_model_are_refused(n_ranks: int, flags: str,
     monkeypatch.chdir(folder)
     monkeypatch.setenv("WORLD_SIZE", f"{n_ranks}")
     assert where in run(BASELINE, words_of(BASELINE, flags)).refusal
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
-        (ScoredPolicy, {}, "scored.ScoredPolicy\n  seen:     no score\n"),
-        (SnapKV, {"score": lambda policy, prompt: None}, "seen:     None\n"),
-        (SnapKV, {"new_cache": lambda policy, *sizes: sizes[9]}, "seen:     IndexError: "),
-    ],
-)
-def test_a_mistake_in_a_policy_is_an_error_of_its_user(kind, changes, message: str, folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("bench.draft_flags.policies", lambda: {"mistaken": kind})
-    for name, method in changes.items():
-        monkeypatch.setattr(kind, name, method)
-    assert message in run(SELFSPEC, words_of(SELFSPEC, "--draft_policy mistaken --draft_budget 48")).refusal

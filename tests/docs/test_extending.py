@@ -47,7 +47,9 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, folder)
     blocks = dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
     for path in FILES:
-        (folder / path).write_text(blocks[path])
+        place = folder / "more" / path if "late" in path else folder / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(blocks[path])
     (folder / "kv_cache/broken.py").write_text("import a_module_that_does_not_exist\n")
     for path, table in TABLES.items():
         imports, row = blocks[path].split("\n\n", 1)
@@ -73,12 +75,12 @@ def test_they_run_in_every_program(extended: Path, checkpoint: Path, books: Path
     commands.append(("foretoken.py latency", [model, "--draft", NAMED, *text, "--length", "60", "--nb_prompts", "2"]))
     serves = ["--model", model, "--draft", NAMED, "--max_length", "200", "--gamma", "2", *sizes]
     given = json.dumps([*((program, [*words, *sizes]) for program, words in commands), serves, MATRIX])
-    said = afresh(PROGRAMS, given, folder=extended, WITNESS_SCENARIOS="64")
+    said = afresh(PROGRAMS, given, folder=extended, WITNESS_SCENARIOS="64", FORETOKEN_PLUGINS="more")
     assert said.code == 0, said.out + said.err
     ended = [Ended(**each) for each in json.loads(said.out.splitlines()[-1])]
     assert all(each.code == 0 for each in ended), ended
     noted = "".join(each.err for each in (said, *ended))
-    assert noted.count("kv_cache/broken.py") == 1 and "a_module_that_does_not_exist" in noted
+    assert "kv_cache/broken.py, line 1" in noted and "a_module_that_does_not_exist" in noted
     for draft, each in zip(drafts, ended, strict=False):
         record = each.record
         assert record["identical_sequences"] == record["sequences"] == 3
@@ -89,3 +91,26 @@ def test_they_run_in_every_program(extended: Path, checkpoint: Path, books: Path
     rows = ended[len(drafts)].record["rows"]
     assert [row["drafter"] for row in rows] == [NAMED, "self=key_norm"] * 2
     assert all(row["draft_policy"] == "key_norm" and row["norm_order"] == 1 for row in rows)
+
+
+RUN = "import sys; from tests.support.programs import run; print(run(sys.argv[1], sys.argv[2:]).err)"
+BEGIN = "from engine.drafters.self_speculation import *\nfrom kv_cache.snapkv import *\n"
+MINE = "@dataclass(frozen=True)\nclass Mine"
+WRONG = {
+    r"wrong\.py, Mine\n.*name: ClassVar": f"{MINE}(SnapKV): ...",
+    r"wrong\.py, Mine\n.*@dataclass": 'class Mine(SnapKV): name = "mine"',
+    r"wrong\.py, Mine\n.*no score": f'{MINE}(ScoredPolicy):\n name = "mine"',
+    r"no such value.*wrong\.py, line 3, .*ModuleNotFoundError": "import a_module_that_does_not_exist",
+    r"wrong\.py, line 5\n.*Zero": f'{MINE}(SnapKV):\n name, room = "mine", property(lambda _: 1 / 0)',
+    r"wrong\.py, line 5\n.*Index": f'{MINE}(SelfConfig):\n name, plan = "mine", lambda *_: [][0]',
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_wrong_file_is_named_before_a_run(message: str, extended: Path, checkpoint: Path) -> None:
+    (extended / "wrong/kv_cache").mkdir(parents=True, exist_ok=True)
+    (extended / "wrong/kv_cache/wrong.py").write_text(BEGIN + WRONG[message])
+    flag = "--draft" if "SelfConfig" in WRONG[message] else "--draft_policy"
+    words = "tests/selfspec_benchmark.py", "--model", f"{checkpoint}/model.pth", flag, "mine"
+    said = afresh(RUN, *words, folder=extended, FORETOKEN_PLUGINS="wrong")
+    assert re.search(message, said.out, re.DOTALL), said

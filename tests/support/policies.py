@@ -59,7 +59,6 @@ class SmallestKeys(ScoredPolicy):
     """Select the entries with the keys of smallest norm (arXiv 2406.11430); no queries are needed."""
 
     def score(self, prompt: PromptEntries) -> torch.Tensor:
-        assert len(prompt.queries) == 0
         return -prompt.keys.norm(dim=-1)
 
 
