@@ -9,7 +9,6 @@ import os
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from bench.config import AUTO
 from common.checkout import ROOT
 from common.errors import ConfigError, DataError, flag
 from common.jsonl import parse_json
-from common.say import say
+from common.say import say, say_once
 from models.checkpoints.default_model import DEFAULT_BOOK
 from models.checkpoints.manifest import atomic_path
 from models.checkpoints.model_source import ModelSource
@@ -49,8 +48,6 @@ PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 ID_KEYS, CATEGORY_KEYS = ("question_id", "id", "_id"), ("category", "dataset")
 KEYS = (*ID_KEYS, *CATEGORY_KEYS, "prompt", "turns", "context", "input")
 FIX = f"fetch it on a connected machine, and name its file: {flag('prompts')} FILE"
-
-say_once = cache(say)  # a process reads a data set for each of its sessions
 
 
 @dataclass(frozen=True)

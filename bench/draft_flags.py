@@ -18,11 +18,12 @@ from tyro.conf import arg
 
 from common.errors import flag, refuse
 from common.flags import Given
-from common.say import note_without_effect, say
+from common.plug_ins import errors_refused, import_files, name_of
+from common.say import note_without_effect, say_once
 from engine.drafters.config import AUTO, DrafterConfig, Trait, Wrapper, drafters, plug_ins, wrappers
 from engine.drafters.text_drafter import text_kinds
 from kv_cache import Policy
-from kv_cache.policy import BudgetedPolicy, errors_refused, left_out, name_of, policies
+from kv_cache.policy import BudgetedPolicy, policies
 from models.names import Dtype, KVDtype, Scheme
 
 DEFAULT_POLICY = "streaming"
@@ -153,8 +154,8 @@ class DraftOptions:
             note_without_effect(unused, f"not for draft {' and '.join(dict.fromkeys(kinds))}")
         for draft in drafts:
             draft.check()
-        for why in left_out(*PACKAGES):
-            say(f"note: without {why}")
+        for why in import_files(*PACKAGES):
+            say_once(f"note: a file of a policy or a draft is left out: {why}")
         return found
 
 
@@ -232,7 +233,7 @@ def parse_draft(name: str, field: str = "draft", *, is_whole: bool = False) -> d
             _known("draft_policy", policy, policies(), AUTO)
         near = [] if "+" in name else get_close_matches(model, [*ALONE, *WITH_MODEL], 1)
         fix = f"use {near[0]}{':PATH' * (near[0] in WITH_MODEL)}" if near else "check the spelling and the folder"
-        refuse(field, name[:80], FORMS, "there is no such draft", fix + _or_file())
+        refuse(field, name[:80], FORMS + _or_file(), "there is no such draft", fix)
     options: dict[str, Any] = {"draft": kind, "draft_model": path, "draft_policy": policy, "text_drafts": texts}
     options |= {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length}
     options |= {"gamma": AUTO} if length == AUTO else {}
@@ -300,14 +301,14 @@ def _known(field: str, name: str, kinds: Mapping[str, Any], *others: str) -> Any
     name."""
     if name not in kinds:
         likely = [*get_close_matches(name, [*kinds, *others], 1), "one of these"]
-        what, fix = f"{flag(field)} has no such value", f"use {likely[0]}{_or_file()}"
-        refuse(field, name[:80], ", ".join([*kinds, *others]), what, fix)
+        required = ", ".join([*kinds, *others]) + _or_file()
+        refuse(field, name[:80], required, f"{flag(field)} has no such value", f"use {likely[0]}")
     return kinds[name]
 
 
 def _or_file() -> str:
-    """Return the end of a fix for an unknown name: it may be that of a file that cannot be imported."""
-    return "".join(f", or correct {why}" for why in left_out(*PACKAGES))
+    """Return the end of what is required of a name: it may be that of a file that cannot be imported."""
+    return "".join(f", or that of a file that is left out ({why})" for why in import_files(*PACKAGES))
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
@@ -318,9 +319,8 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
         name, is_pair, value = pair.partition("=")
         if not is_pair or name not in known:
             near = [*get_close_matches(name, sorted(known), 1), "NAME"]
-            required = "NAME=VALUE, with an option of a draft or policy (see --help)"
-            what, fix = "no draft or policy has this option", f"use {near[0]}=VALUE{_or_file()}"
-            refuse("draft_options", pair[:80], required, what, fix)
+            required = f"NAME=VALUE, with an option of a draft or policy (see --help){_or_file()}"
+            refuse("draft_options", pair[:80], required, "no draft or policy has this option", f"use {near[0]}=VALUE")
         parsed[name] = tuple(read) if isinstance(read := parse_value(value), list) else read
     return parsed
 

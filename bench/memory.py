@@ -4,25 +4,35 @@ import math
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 
 from bench.plan import Plan
-from common.errors import ConfigError, OutOfMemoryError, flag
+from common.errors import OutOfMemoryError, flag
 from common.process import local_world_size
 from engine.runner import ModelRunner
-from models.kernels.quantize import SCHEMES, check_scheme
 
 GIB = 2**30
 # Kept free on a GPU before anything is loaded, for activations, CUDA and NCCL: bytes, and a share for small GPUs.
 RESERVE_BYTES, RESERVED_SHARE = 4 * GIB, 0.1
 # Measured activations count this many times, since sampling, choosing entries and captured rounds need memory, too.
 MARGIN = 1.5
+# What makes an item smaller.
+FIXES = {
+    "weights": f"{flag('quantize')}, a narrower {flag('dtype')} or more ranks",
+    "draft weights": f"{flag('draft_weights')} same with a self-draft, or a smaller draft",
+    "reserve": f"another {flag('device')}",
+    "target KV": f"a shorter {flag('prefix_len')}, or entries of the target in 8 bits ({flag('kv_dtype')} int8)",
+    "target KV in 8 bits": f"a shorter {flag('prefix_len')}",
+    "draft KV": f"a smaller {flag('draft_budget')}",
+    "activations of a prompt": f"a shorter {flag('prefix_len')}",
+    "activations of rows": f"a shorter {flag('prefix_len')}",
+}
 
 
 @dataclass(frozen=True)
@@ -52,14 +62,15 @@ def memory_plan(plan: Plan) -> MemoryPlan:
     of_drafts = sum(sorted((per_row for _, per_row in drafts), reverse=True)[: plan.n_resident])
     reserve = 0 if plan.target.device.startswith("cpu") else RESERVE_BYTES
     fixed = {"weights": of_target, "draft weights": of_models, "reserve": reserve}
-    return MemoryPlan(fixed, {"target KV": kv, "draft KV": of_drafts})
+    of_entries = f"target KV{' in 8 bits' * (target.kv_dtype.itemsize == 1)}"
+    return MemoryPlan(fixed, {of_entries: kv, "draft KV": of_drafts})
 
 
 def require_room(plan: Plan) -> None:
     """Raise OutOfMemoryError, before loading, if weights and KV entries do not fit."""
     available, needed = available_bytes(plan.target.device), memory_plan(plan)
     needed.fixed["reserve"] = min(needed.fixed["reserve"], int(RESERVED_SHARE * available))
-    require_memory(plan, needed, available)
+    require_memory(needed, plan.target.n_rows, available, plan.target.device)
 
 
 @torch.inference_mode()
@@ -83,7 +94,7 @@ def require_room_to_run(plan: Plan, runner: ModelRunner) -> None:
     untouched = plan.target.device == "cpu" and left_in_limits() == math.inf
     per_row |= {name: n for name, n in memory_plan(plan).per_row.items() if name == "draft KV" or untouched}
     needed = MemoryPlan({"activations of a prompt": math.ceil(MARGIN * of_chunk)}, per_row)
-    require_memory(plan, needed, available_bytes(plan.target.device))
+    require_memory(needed, plan.target.n_rows, available_bytes(plan.target.device), plan.target.device)
 
 
 def _peak_bytes(device: torch.device, forward: Callable[[], object]) -> int:
@@ -142,46 +153,17 @@ def left_in_container(groups: Path = Path("/sys/fs/cgroup"), membership: Path = 
     return left
 
 
-def require_memory(plan: Plan, needed: MemoryPlan, available: int) -> None:
-    """Raise OutOfMemoryError if a run does not fit into memory: with each item, and a change that suffices.
-
-    That is the flag of the largest item that is small enough with it, or else the largest batch that fits."""
-    batch, device, n_bytes = plan.target.n_rows, plan.target.device, needed.total(plan.target.n_rows)
-    if n_bytes <= available:
+def require_memory(plan: MemoryPlan, batch: int, available: int, device: str) -> None:
+    """Raise OutOfMemoryError if a plan of memory does not fit: with each item, the largest batch that fits, and what
+    makes the largest item smaller, which may not suffice."""
+    needed = plan.total(batch)
+    if needed <= available:
         return
-    items, largest = needed.items(batch), needed.largest_batch(available)
-    fixes = (
-        f"use {flags}"
-        for name in sorted(items, key=items.__getitem__, reverse=True)
-        for flags, changed in smaller(plan, name)
-        if n_bytes - items[name] + memory_plan(changed).items(batch)[name] <= available
-    )
-    last = f"use {flag('B')} {largest}" if largest else f"use a machine with {n_bytes / GIB:.2f} GiB available"
+    items = plan.items(batch)
+    copies = "draft weights"  # the run may fit without them
+    smaller = FIXES[copies if needed - items.get(copies, 0) <= available else max(items, key=items.__getitem__)]
+    largest = plan.largest_batch(available)
+    fix = f"use {flag('B')} {largest}, which fits, or try {smaller}" if largest else f"use {smaller}"
     listed = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in items.items() if size)
-    what, seen = "the run does not fit into memory", f"{n_bytes / GIB:.2f} GiB for a batch of {batch}"
-    required = f"<= {available / GIB:.2f} GiB available"
-    raise OutOfMemoryError(what, f"{device}: {listed}", seen, required, next(fixes, last))
-
-
-def smaller(plan: Plan, item: str) -> Iterator[tuple[str, Plan]]:
-    """Yield flags that make an item smaller, each with the plan that it leads to, the least change first. Lengths and
-    budgets are at least halves: a run with less would be another experiment."""
-    target, shares = plan.target, (0.9, 0.8, 0.7, 0.6, 0.5)
-    if item == "weights":
-        for scheme in SCHEMES:
-            with suppress(ConfigError):  # the device may have no kernels for it
-                check_scheme(scheme, target.device, target.source.config.n_expert)
-                weights = replace(target.weights, quantize=scheme)
-                yield f"{flag('quantize')} {scheme}", replace(plan, target=replace(target, weights=weights))
-    elif item == "draft weights":
-        drafts = tuple(each.config.ablated(False, True).plan(target) for each in plan.candidates)
-        yield f"{flag('draft_dtype')} same {flag('draft_weights')} same", replace(plan, candidates=drafts)
-    elif item == "target KV" and plan.prompts is None:
-        for n in (int(share * target.prefix_len) for share in shares):
-            shorter = replace(target, prefix_len=n, capacity=target.capacity - target.prefix_len + n)
-            yield f"{flag('prefix_len')} {n}", replace(plan, target=shorter)
-    elif item == "draft KV" and plan.candidates and plan.n_resident is None:  # else drafts of several runs
-        most = min(target.capacity, max(each.capacity for each in plan.candidates))
-        for n in (int(share * most) for share in shares):
-            drafts = tuple(each.config.within(n, each.gamma).plan(target) for each in plan.candidates)
-            yield f"{flag('draft_budget')} {drafts[0].capacity}", replace(plan, candidates=drafts)
+    what, seen = "the run does not fit into memory", f"{needed / GIB:.2f} GiB for a batch of {batch}"
+    raise OutOfMemoryError(what, f"{device}: {listed}", seen, f"<= {available / GIB:.2f} GiB available", fix)

@@ -54,7 +54,7 @@ class Decoded(GenerateOutput):
 
 @dataclass(frozen=True)
 class PassResults:
-    """The outputs of the passes that ran, by name: "baseline", "speculation", those of `--ablate` (the plan's other
+    """The outputs of the passes that ran, by name: "baseline", "speculation", "ablation 1" and so on (the plan's other
     candidates), and "phase times", which timing slows down. costs: the costs that `auto` chose by."""
 
     prefill_seconds: float
@@ -99,10 +99,7 @@ def run_passes(session: Session, watch: Watch = bar_of_pass) -> PassResults:
     new_controller = partial(make_controller, session, drafters, costs)
     waiting["speculation"] = new_controller()
     if options.ablate:
-        for n, (draft, drafter) in enumerate(zip(plan.candidates[1:], drafters[1:], strict=True), 1):
-            made = draft.record()
-            form = made["draft_weights"] or made["draft_dtype"]
-            waiting[f"ablation {n}: {form} weights, {made['draft_policy']}"] = Fixed(drafter)
+        waiting |= {f"ablation {n}": Fixed(drafter) for n, drafter in enumerate(drafters) if n}
     done |= decode_in_turns(session, waiting, watch=watch)
     if options.benchmark:
         timer = PhaseTimer(session.runner.device, session.ranks.timeout)

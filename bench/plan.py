@@ -11,6 +11,7 @@ from typing import Any
 from bench.config import AUTO, DEFAULT_PREFIX_LEN, ComparedSampling, Rows, RunConfig, Sampling
 from bench.data import load_prompts, resolve_dataset
 from common.errors import ConfigError, flag, refuse, require_at_least
+from common.plug_ins import errors_refused
 from common.process import LEADER
 from common.say import note_without_effect, say
 from engine.drafters.config import DrafterConfig, DraftPlan, Trait, plug_ins
@@ -18,7 +19,6 @@ from engine.drafters.stored import PlannedTarget, Weights
 from engine.modes import resolve_mode
 from engine.parallel.ranks import replica_group, require_single_process
 from engine.sampling.distribution import SamplingParams
-from kv_cache.policy import errors_refused
 from models.attention import select_backend
 from models.checkpoints.model_source import ModelSource
 from models.kernels.quantize import check_scheme
@@ -156,9 +156,11 @@ def candidates(drafts: Sequence[DrafterConfig], target: PlannedTarget, ablate: b
         if len(plans) < 2 or not plans[0].gamma:
             required = "a draft over a cache, with cheaper weights or fewer entries than the target"
             what, fix = "there is nothing to ablate", f"leave out {flag('ablate')}"
-            lacks = "reads the target's weights and all entries" if plans and plans[0].policy else "has no cache"
-            lacks = "drafts no tokens" if plans and not plans[0].gamma else lacks
-            refuse("ablate", f"draft {kinds[0]}, which {lacks}" if plans else "no draft", required, what, fix)
+            seen = "no draft"
+            if plans:
+                lacks = "reads the target's weights and all entries" if plans[0].policy else "has no cache"
+                seen = f"draft {kinds[0]}, which {lacks if plans[0].gamma else 'drafts no tokens'}"
+            refuse("ablate", seen, required, what, fix)
         return tuple(plans)
     plans = [each.plan(target) for draft in drafts for each in draft.alternatives(target.prefix_len)]
     plans.sort(key=lambda plan: (kinds.index(plan.config.kind), -plan.capacity))

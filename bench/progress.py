@@ -75,7 +75,11 @@ class VerificationLog(BarProgress):
 @contextmanager
 def bar_of_pass(session: Session, name: str, visible: bool = True) -> Iterator[Progress]:
     """Display a pass of a session as a progress bar."""
-    with progress_bar(name, len(session.prompts) * session.plan.target.gen_len, visible) as bar:
+    label = name
+    if name.startswith("ablation"):
+        made = session.plan.candidates[int(name.split()[1])].record()
+        label = f"{name}: {made['draft_weights'] or made['draft_dtype']} weights, {made['draft_policy']}"
+    with progress_bar(label, len(session.prompts) * session.plan.target.gen_len, visible) as bar:
         yield BarProgress(bar, session, name)
 
 

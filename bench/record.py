@@ -222,7 +222,9 @@ def make_record(benchmark: str, session: Session, passes: PassResults) -> dict[s
     if speculative and plan.config.passes.ablate:
         outputs = [speculative, *(output for name, output in passes.outputs.items() if name.startswith("ablation"))]
         record["rows"] = [
-            {**each.record(), **each.reads(plan.target), **gains(plan, baseline, output)}
+            each.record()
+            | each.reads(plan.target)
+            | gains(plan, baseline, output)
             | {"steady_rounds": len(output.stats.steady())}
             for each, output in zip(plan.candidates, outputs, strict=True)
         ]

@@ -191,9 +191,7 @@ def table(record: dict[str, Any]) -> str:
         ]
     is_chosen = AUTO in (gamma, record["draft_policy"], record["draft_budget"])
     choices = f"\n  rounds by choice: {_chosen(record)}" if is_chosen else ""
-    more = [
-        console([record | row for row in record[name]], columns) for name, columns in MORE.items() if name in record
-    ]
+    more = [console(record[name], columns) for name, columns in MORE.items() if name in record]
     reads = f"\n  a draft step reads {text}" if (text := reads_text(record)) else ""
     return console(rows, COLUMNS) + reads + choices + "".join(f"\n\n{lines}" for lines in more)
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable
+from functools import cache
 
 from common.process import is_leader
 
@@ -10,6 +11,12 @@ def say(message: str) -> None:
     """Print to stderr, on the leader only. Stdout is for results; its last line is the record."""
     if is_leader():
         print(message, file=sys.stderr, flush=True)
+
+
+@cache
+def say_once(message: str) -> None:
+    """Print what every session of a process would say, the first time."""
+    say(message)
 
 
 def note_without_effect(fields: Iterable[str], why: str) -> None:

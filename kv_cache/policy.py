@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import pkgutil
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Sized
 from dataclasses import dataclass, replace
-from functools import cache
-from inspect import isabstract
-from traceback import walk_tb
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal
 
 import torch
 
-from common.errors import ConfigError, UserError, refuse
+from common.plug_ins import registered
 from kv_cache.base import Device, KVCache, KVShape, TrialShape
-
-Kind = TypeVar("Kind", bound=type)
 
 
 @dataclass(frozen=True)
@@ -114,30 +105,6 @@ class BudgetedPolicy(Policy):
         return self.budget
 
 
-@contextmanager
-def errors_refused(*kinds: type) -> Iterator[None]:
-    """Turn an error that passed through a file of these kinds into ConfigError, which names the last line there."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # whatever a user's file raises
-        if not (where := last_line(error, {kind.__module__ for kind in kinds})):
-            raise
-        seen, what = f"{type(error).__name__}: {error}", "code of a policy or a draft fails before the run"
-        fix = "correct that line, or the option that it reads (docs/extending.md)"
-        raise ConfigError(what, where, seen, "no error for any option, prompt, layer or head", fix) from error
-
-
-def last_line(error: Exception, modules: Container[str]) -> str:
-    """Return the file and number of the last line of these modules that an error passed through; "" if none did."""
-    where = ""
-    for frame, line in walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__") in modules:
-            where = f"{os.path.relpath(frame.f_code.co_filename)}, line {line}"
-    return where
-
-
 def described(value: object) -> str:
     """Return the type of a value, with the dtype and shape of a tensor or an array, or the length of a list."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
@@ -145,61 +112,6 @@ def described(value: object) -> str:
     return type(value).__name__ + (f" of {len(value)}" if isinstance(value, Sized) else "")
 
 
-def name_of(code: Any) -> str:
-    """Return the file and the name of a class or a method, for an error."""
-    return f"{code.__module__.replace('.', '/')}.py, {code.__qualname__}"
-
-
 def policies() -> dict[str, type[Policy]]:
     """Return the policies of this folder by name."""
     return registered("kv_cache", Policy)
-
-
-def registered(package: str, kind: Kind) -> dict[str, Kind]:
-    """Import a package's files; return the subclasses of `kind`, also indirect ones, by what `kind.KEY` names in them,
-    but bases, which lack it. Errors: ConfigError if two have the same name, or one has none or is no dataclass."""
-    left_out(package)
-    found: dict[str, Kind] = {}
-    waiting: list[Any] = [kind]
-    while waiting:
-        subclass = waiting.pop()
-        waiting += (derived := subclass.__subclasses__())
-        is_left_out = subclass.__module__ not in sys.modules  # its file failed after the class
-        if is_left_out or subclass.KEY != kind.KEY:  # type: ignore[attr-defined]
-            continue
-        where, name = name_of(subclass), vars(subclass).get(subclass.KEY)
-        if name is None:
-            if not (derived or isabstract(subclass)) and subclass.__module__.startswith(f"{package}."):
-                required = f'{subclass.KEY}: ClassVar[str] = "..."'
-                refuse(where, f"no {subclass.KEY}", required, "no flag can name a class", "add that line to the class")
-            continue
-        if "__dataclass_fields__" not in vars(subclass):
-            what, required = "a class cannot have options", "@dataclass(frozen=True)"
-            refuse(where, "no dataclass", required, what, "write that line above the class")
-        if (other := found.setdefault(name, subclass)) is not subclass:
-            seen, what = f"{subclass.KEY} = {name!r}, as {name_of(other)}", "two classes have the same name"
-            refuse(where, seen, "a name that no other class has", what, "rename one of them, or remove its file")
-    return dict(sorted(found.items()))
-
-
-def left_out(*packages: str) -> list[str]:
-    """Import the files of packages, and of $FORETOKEN_PLUGINS/kv_cache or engine/drafters, but kernels, which need
-    Triton. Return why others cannot be imported."""
-    modules: list[str] = []
-    for package in packages:
-        path = sys.modules[package].__path__
-        more = os.path.join(os.environ.get("FORETOKEN_PLUGINS", ""), *package.split("."))
-        path += [more] if "FORETOKEN_PLUGINS" in os.environ and more not in path else []
-        modules += (f"{package}.{file.name}" for file in pkgutil.iter_modules(path) if file.name[:7] != "triton_")
-    return [why for module in modules if (why := _why_not(module))]
-
-
-@cache
-def _why_not(module: str) -> str:
-    """Import a module; return why that fails, or an empty text."""
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # whatever a user's file raises
-        where = last_line(error, {module}) or f"{module.replace('.', '/')}.py"
-        return f"{where}, which cannot be imported: {type(error).__name__}: {error}"
-    return ""

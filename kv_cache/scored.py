@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from common.errors import refuse, require_at_least
+from common.plug_ins import name_of
 from kv_cache.base import Device, KVCache, KVShape, PromptEntries
-from kv_cache.policy import BudgetedPolicy, described, name_of
+from kv_cache.policy import BudgetedPolicy, described
 from kv_cache.ring import RingKVCache
 
 
@@ -22,13 +23,10 @@ class ScoredKVCache(RingKVCache):
 
     Heads keep different tokens in a slot. `positions` holds 0, 1, ... for selected entries: every later query may see
     all of them, so it does not matter which tokens they are. Keys keep the rotation of their absolute position. Errors:
-    ConfigError if the budget leaves nothing to select, or is smaller than the policy's number of queries; from
-    `selected`, if `score` does not return a number for each KV head and entry.
+    ConfigError if the budget leaves nothing to select, or is smaller than the policy's number of queries.
     """
 
     selects = True
-    # False in a trial: scores that are NaN are refused.
-    allows_nan = True
 
     def __init__(
         self, config: KVShape, max_batch: int, policy: ScoredPolicy, device: Device, dtype: torch.dtype
@@ -41,16 +39,8 @@ class ScoredKVCache(RingKVCache):
         self.n_queries, self._policy = policy.n_queries, policy
 
     def selected(self, kept: Tensor, prompt: PromptEntries) -> Tensor:
-        scores, n_older = self._policy.score(prompt), prompt.length - self.window
-        shapes = [[prompt.cache.entries.shape[3], n] for n in (prompt.length, n_older)]
-        fits = isinstance(scores, Tensor) and [*scores.shape] in shapes and scores.dtype != torch.bool
-        has_nan = fits and not self.allows_nan and bool(scores[:, :n_older].isnan().any())
-        if not fits or has_nan:
-            seen = described(scores) + " with NaN" * has_nan
-            required = f"a tensor of numbers, such as float32, [n_kv_head, length] = {shapes[0]}"
-            what = "a policy's scores are not a number for each KV head and entry"
-            refuse(name_of(self._policy.score), seen, required, what, "return a number for each; -inf ranks last")
-        chosen = scores[:, :n_older].topk(self.n_fixed, dim=1).indices.sort(dim=1).values
+        scores = self._policy.older_scores(prompt)
+        chosen = scores.topk(self.n_fixed, dim=1).indices.sort(dim=1).values
         return torch.cat([chosen, kept[self.n_fixed :].expand(len(chosen), -1)], dim=1)
 
 
@@ -66,6 +56,19 @@ class ScoredPolicy(BudgetedPolicy):
     def score(self, prompt: PromptEntries) -> Tensor:
         """Return scores `[n_kv_head, length]` of one layer's entries of a prompt; the highest stay. The last
         `snapkv_window` tokens stay whatever they score, and may be left out."""
+
+    def older_scores(self, prompt: PromptEntries, allows_nan: bool = True) -> Tensor:
+        """Return the scores of the entries before the window. Errors: ConfigError if `score` returns anything else."""
+        scores, n_older = self.score(prompt), prompt.length - self.snapkv_window
+        shapes = [[prompt.cache.entries.shape[3], n] for n in (prompt.length, n_older)]
+        fits = isinstance(scores, Tensor) and [*scores.shape] in shapes and scores.dtype != torch.bool
+        has_nan = fits and not allows_nan and bool(scores[:, :n_older].isnan().any())
+        if not fits or has_nan:
+            seen = described(scores) + " with NaN" * has_nan
+            required = f"a tensor of numbers, such as float32, [n_kv_head, length] = {shapes[0]}"
+            what = "a policy's scores are not a number for each KV head and entry"
+            refuse(name_of(self.score), seen, required, what, "return a number for each; -inf ranks last")
+        return scores[:, :n_older]
 
     @property
     def n_queries(self) -> int:

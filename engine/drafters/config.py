@@ -9,12 +9,13 @@ from enum import Flag, auto
 from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
 
 from common.errors import flag, refuse
+from common.plug_ins import registered
 from engine.drafters.base import Drafter, check_most_drafts
 from engine.drafters.schedules import OF_CONFIDENCE, Heuristic, Schedule
 from engine.drafters.stored import Models, PlannedTarget, Weights
 from engine.runner import ModelRunner
 from kv_cache import Policy
-from kv_cache.policy import policies, registered
+from kv_cache.policy import policies
 from models.checkpoints.model_source import ModelSource
 from models.checkpoints.tokenizer import Tokenizer
 

@@ -131,7 +131,7 @@ def test_what_is_written_is_read_again(name: str) -> None:
     "name", ["nothing", "self:snapkv=full", "ngram=snapkv", "nothing+self", "self@0", "suffix+ngram", "ngram:x"]
 )
 def test_what_is_no_draft_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="--draft"):
+    with pytest.raises(ConfigError, match=rf"--draft\n  seen:     {re.escape(name)}\n"):
         parse_draft(name)
 
 

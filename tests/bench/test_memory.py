@@ -11,8 +11,7 @@ import torch
 
 from bench import memory
 from bench.config import RunConfig, Sizes, Target
-from bench.memory import memory_plan, require_memory
-from bench.plan import Plan, resolve
+from bench.memory import MemoryPlan, memory_plan, require_memory
 from bench.session import Session
 from common.errors import OutOfMemoryError
 from engine.drafters.self_speculation import SelfConfig
@@ -72,26 +71,26 @@ def test_kv_entries_are_the_bytes_of_the_caches(kv_dtype, budget: int, checkpoin
     session = Session.open(RunConfig(target, sizes=Sizes(B=3, gen_len=8), draft=draft), [[1] * 40] * 3)
     planned = memory_plan(session.plan).per_row
     of_target, of_draft = planned.values()
+    assert [*planned] == ["target KV" if kv_dtype == "same" else "target KV in 8 bits", "draft KV"]
     assert 3 * of_target == session.runner.cache.n_bytes
     assert 3 * of_draft == session.drafter().cache.n_bytes < 3 * session.runner.cache.n_bytes
 
 
-@pytest.mark.parametrize(
-    ("share", "budget", "name"), [(0.9, 16, "prefix_len"), (0.9, 10**6, "draft_budget"), (0.3, 16, "B")]
-)
-def test_a_run_that_does_not_fit_is_told_one_change_that_suffices(share, budget, name, checkpoint: Path) -> None:
-    def planned(**changed: int) -> Plan:
-        sizes = {"B": 200, "prefix_len": 100, "gen_len": 8, "draft_budget": budget} | changed
-        draft = SelfConfig(draft_dtype="same", policy=Streaming(sizes.pop("draft_budget")))
-        return resolve(RunConfig(Target(str(checkpoint), device="cpu"), sizes=Sizes(**sizes), draft=draft))
+@pytest.mark.parametrize("batch", [1, 7, 1000])
+def test_the_largest_batch_is_exact(batch: int) -> None:
+    plan = MemoryPlan({"weights": 12345}, {"target KV": 678, "draft KV": 9})
+    for available in (plan.total(batch), plan.total(batch + 1) - 1):
+        assert plan.largest_batch(available) == batch
+        require_memory(plan, batch, available, "cpu")
+        with pytest.raises(OutOfMemoryError, match=f"--B {batch}, .*--{'quantize' if batch < 18 else 'prefix_len'}"):
+            require_memory(plan, batch + 1, available, "cpu")
 
-    available = int(share * memory_plan(planned()).total(200))
-    with pytest.raises(OutOfMemoryError, match=rf"--{name} \d+$") as refused:
-        require_memory(planned(), memory_plan(planned()), available)
-    number = int(str(refused.value).split()[-1])
-    fits = planned(**{name: number})
-    require_memory(fits, memory_plan(fits), available)
-    assert name != "B" or memory_plan(fits).total(number + 1) > available, "the largest batch"
+
+@pytest.mark.parametrize("name,flags", [("target KV", 1), ("target KV in 8 bits", 0)])
+def test_8_bits_are_no_fix_for_entries_that_have_them(name: str, flags: int) -> None:
+    with pytest.raises(OutOfMemoryError) as refused:
+        require_memory(MemoryPlan({}, {name: 100}), 1, 50, "cpu")
+    assert str(refused.value).count("--kv_dtype") == flags
 
 
 @pytest.mark.parametrize("available", [[1000], [2**40, 1000]])

@@ -105,7 +105,7 @@ def test_a_draft_of_the_same_checkpoint_is_accepted_beyond_its_context(config: R
     out = session.generate(session.drafter())
     assert out.tokens == session.generate().tokens and out.tokens[0] != out.tokens[1]
     assert out.stats.counts.acceptance_rate == 1.0 and out.stats.counts.accepted > 12
-    assert session.plan.remarks()
+    assert any("rotary" in said for said in session.plan.remarks())
 
 
 def test_a_draft_within_its_context_stays_as_it_was_trained(config: RunConfig, tmp_path: Path) -> None:
@@ -117,5 +117,5 @@ def test_a_draft_within_its_context_stays_as_it_was_trained(config: RunConfig, t
         source = plan.candidates[0].source
         assert source is not None and source.config.rope_scaling is None and not source.is_changed
     converted_llama(tmp_path, **rope(10000.0, "linear", factor=2.0))
-    with pytest.raises(ConfigError, match=f"{tmp_path}"):
+    with pytest.raises(ConfigError, match=f"(?s)extended.*{tmp_path}"):
         resolve(replace(config, target=target, draft=replace(draft, draft_model=str(tmp_path))), ["a b c " * 50])
