@@ -46,9 +46,9 @@ from common.jsonl import append_record, publish, require_appendable
 from common.provenance import provenance
 from common.say import note_without_effect, say
 from common.tables import console
-from engine.drafters.config import DrafterConfig, Trait, drafters
+from engine.drafters.config import DrafterConfig, DraftPlan, Trait, drafters
 from reproduce.helpers.batches import Batch, batches_of, examples_of, longest_form, turns_of
-from reproduce.helpers.columns import column
+from reproduce.helpers.columns import column, shown
 from reproduce.helpers.contenders import SETTINGS, Decoder, Forced, summary_rows
 from reproduce.helpers.llama_cpp import peers
 from reproduce.helpers.pairs import with_differences
@@ -73,7 +73,7 @@ COLUMNS |= {"sequences": "prompts decoded", "acceptance_paired": "acceptance", "
 COLUMNS |= {"mean_accepted_length": "per round", "verify_ratio": "verify", "drafting_ratio": "drafts"}
 COLUMNS |= {"marked_speedup": "speedup", "wall_speedup": "last row", "identical": "identical"}
 SAME = ("storage", "context", "text", "gamma", "budget", "weights", "prompts decoded", "identical")
-HEADS = "  per round: tokens; verify, drafts: a round's, in plain steps; last row: speedup until the last row ends"
+HEADS = {"per round": "tokens", "verify": "plain steps", "drafts": "plain steps", "last row": "speedup until it ends"}
 CEILING = "self:full"
 Number = int | Literal["auto"]
 Sessions = dict[str | None, bench.Session]
@@ -192,8 +192,7 @@ def named_configs(flags: Flags) -> Configs:
         found = [pair for pair in found if pair[1].get("draft_budget") != AUTO or chooses(pair[1])]
     elif "auto_drafts" in given:
         note_without_effect(["auto_drafts"], "no drafter chooses its gamma")
-    fixed = {"auto_drafts": ()}
-    configs = flags.draft.choices(*(options if chooses(options) else options | fixed for _, options in found))
+    configs = flags.draft.choices(*(each if chooses(each) else each | {"auto_drafts": ()} for _, each in found))
     require_at_least("gamma", min(first.most_gamma for first, *_ in configs), 1)
     # A drafter without a budget is there once.
     return [*dict.fromkeys(zip((name for name, _ in found), configs, strict=True))]
@@ -211,10 +210,9 @@ def open_sessions(
         sizes, sampling = Sizes(flags.B, context, flags.gen_len), flags.sampling_of(flags.kinds[0])
         run = RunConfig(target, flags.text, sizes, rows, sampling=sampling, output=flags.output)
         # A drafter that does not choose between caches leaves the memory before the next one is made.
-        plans[storage] = bench.resolve_each(run, [drafts for _, drafts in configs], ids)
+        configs, plans[storage] = without_repeats(configs, bench.resolve_each(run, [each for _, each in configs], ids))
     n_continued = flags.gen_len if BOOK in flags.kinds else 0
-    sessions = {storage: bench.Session.of_plan(plan, n_continued) for storage, plan in plans.items()}
-    return sessions, without_repeats(configs, next(iter(plans.values())))
+    return {storage: bench.Session.of_plan(plan, n_continued) for storage, plan in plans.items()}, configs
 
 
 def records_at(flags: Flags, configs: Configs, context: int | None, tasks: Tasks) -> Iterator[Record]:
@@ -222,9 +220,8 @@ def records_at(flags: Flags, configs: Configs, context: int | None, tasks: Tasks
     UserError."""
     if tasks:
         flags = replace(flags, gen_len=max(task.new_tokens for task, _ in tasks))
-        sessions, configs = open_sessions(
-            flags, configs, None, [each.prompt for _, examples in tasks for each in examples]
-        )
+        ids = [each.prompt for _, examples in tasks for each in examples]
+        sessions, configs = open_sessions(flags, configs, None, ids)
         named = {"context": context, "texts_seed": flags.sampling.seed or 0}
         for task, examples in tasks:
             shorter = {storage: session.variant(gen_len=task.new_tokens) for storage, session in sessions.items()}
@@ -244,21 +241,28 @@ def records_at(flags: Flags, configs: Configs, context: int | None, tasks: Tasks
         yield from measure(flags, configs, sessions, {}, batches_of(next(iter(sessions.values()))))
 
 
-def without_repeats(configs: Configs, run: Plan) -> Configs:
-    """Return the drafts without those that repeat another because the budgets of both cover the run."""
-    found = list[tuple[Any, str, Any]]()
-    for name, drafts in configs:
-        each = list[dict[str, Any]]()
-        for plan in run.with_drafts(*drafts).candidates:
-            options, whole = plan.config.options(), plan.budget_covers(run.target)
-            kept = {key: value for key, value in options.items() if not whole or key not in vars(plan.policy)}
-            each.append(kept | ({"draft_policy": "full"} if whole else {}))
-        described = f"{name} with {plan.capacity} entries"
-        if same := [other for options, other, _ in found if options == each]:
-            say(f"note: {described} is left out: it repeats {same[0]}, as the whole run fits into the caches of both")
-        else:
-            found.append((each, described, (name, drafts)))
-    return [config for *_, config in found]
+def without_repeats(configs: Configs, run: Plan) -> tuple[Configs, Plan]:
+    """Return the drafts without those that repeat another, and the run with these alone. Budgets that cover the run
+    repeat each other and all entries (`self:full`), which stay; so does the first draft, the base of differences."""
+
+    def effective(plan: DraftPlan) -> dict[str, Any]:
+        options, whole = plan.config.options(), plan.budget_covers(run.target)
+        kept = {key: value for key, value in options.items() if not whole or key not in vars(plan.policy)}
+        return kept | ({"draft_policy": "full"} if whole else {})
+
+    plans = [run.with_drafts(*drafts).candidates for _, drafts in configs]
+    covers = [any(plan.budget_covers(run.target) for plan in each) for each in plans]
+    options, kept = [[*map(effective, each)] for each in plans], list[int]()
+    for n in sorted(range(len(configs)), key=lambda n: (n > 0, covers[n])):
+        same = [configs[each] for each in kept if options[each] == options[n] and covers[each] <= covers[n]]
+        if not same:
+            kept.append(n)
+            continue
+        (name, drafts), (other, others) = configs[n], same[0]
+        covered = f"with budget {drafts[0].options().get('draft_budget')}, which covers the run, repeats"
+        say(f"note: {name} {'has the options of' if drafts == others else covered} {other}, and is left out")
+    candidates = tuple(chain.from_iterable(plans[n] for n in sorted(kept)))
+    return [configs[n] for n in sorted(kept)], replace(run, candidates=candidates).sized()
 
 
 def measure(
@@ -300,9 +304,8 @@ def measure(
         yield bench.rounded(bench.record_of("compare", session, measured, ("draft", "auto_drafts", *SETTINGS)))
     for peer in others:
         sizes = {"B": flags.B, "prefix_len": next(iter(sessions.values())).plan.target.prefix_len}
-        yield bench.rounded(
-            {"benchmark": "compare", "storage": str(peer), **sizes, "rows": [peer.row()], **provenance()}
-        )
+        measured = {"benchmark": "compare", "storage": str(peer), **sizes, "rows": [peer.row()], **provenance()}
+        yield bench.rounded(measured)
 
 
 def main(flags: Flags) -> None:
@@ -315,11 +318,12 @@ def main(flags: Flags) -> None:
         append_record(flags.output.output, record)
         records.append(record)
     rows = with_differences(summary_rows(records), [f"drafter={configs[0][0]}"])
-    columns = [replace(column(name), head=head) for name, head in COLUMNS.items()]
-    cells = {each: {each.cell(row) for row in rows} - {each.missing} for each in columns}
-    same = [f"{each.head} {''.join(found)}" for each, found in cells.items() if len(found) == 1 and each.head in SAME]
-    table = console(rows, [each for each, found in cells.items() if len(found) > (each.head in SAME)])
-    notes = [*bench.legend(table), HEADS]
+    drawn = shown([replace(column(name), head=head) for name, head in COLUMNS.items()], rows)
+    same = [each for each in drawn if each.head in SAME and len({each.cell(row) for row in rows}) == 1]
+    alike = ", ".join(f"{each.head} {each.cell(rows[0])}" for each in same)
+    table = console(rows, drawn := [each for each in drawn if each not in same])
+    heads = "; ".join(f"{each.head}: {HEADS[each.head]}" for each in drawn if each.head in HEADS)
+    notes = [*bench.legend(table), f"  {heads}"]
     if any(row["difference"] for row in rows):
         base = configs[0][0]
         budgets = {row["draft_budget"] for row in rows if row["drafter"] == base}
@@ -333,7 +337,7 @@ def main(flags: Flags) -> None:
     if any(row.get("contended") for row in rows):
         notes.append("  threads waited for processors: no speedup here is to be trusted")
     summary = {"benchmark": "compare_summary", "rows": bench.rounded(rows), **provenance()}
-    publish(None, records[0] if len(records) == 1 else summary, f"  {', '.join(same)}", table, *notes)
+    publish(None, records[0] if len(records) == 1 else summary, *([f"  {alike}"] if same else []), table, *notes)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from common.errors import DataError, refuse
 from common.flags import Given
 from reproduce.helpers.columns import drafter_text
 from reproduce.helpers.pairs import RATES, interval
-from reproduce.helpers.records import AXES, Record, grouped, read_records, refuse_name, rows_of, selected, varying
+from reproduce.helpers.records import AXES, Record, grouped, read_records, refuse_column, rows_of, selected, varying
 
 DOUBLED = AXES[:4]  # drawn on a logarithmic axis
 GENERATED = "generated_tokens"  # where a stretch of --by_length ends
@@ -186,7 +186,7 @@ def main(flags: Flags) -> None:
     for field, names in (named | {"y": flags.y if flags.y != MEASURED else ()}).items():
         for name in filter(None, names):
             if not any(name in row for row in rows):
-                refuse_name(field, name, [*{each: 0 for row in rows for each in row}], "no row has such a column")
+                refuse_column(field, name, rows)
     measured = [row for row in rows if any(is_number(row.get(y)) for y in flags.y)]
     x, panels = flags.x or choose_x(measured or rows), dict[str, dict[Any, Lines]]()
     varied = flags.lines or varying(measured, x, *filter(None, [flags.facet]))

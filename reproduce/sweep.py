@@ -88,9 +88,12 @@ def read_grid(path: str) -> list[tuple[str, dict[str, list[Any]]]]:
             raise TypeError("an axis has no list of values")
         return script, {name: [value] for name, value in flags.items()} | {**axes}
 
-    try:  # a misspelt key is an argument that nothing takes
-        return [table(**each) for each in tomllib.loads(Path(path).read_text())["sweep"]]
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+    try:  # a misspelt key of a table is an argument that nothing takes
+        grid = tomllib.loads(Path(path).read_text())
+        if [*grid] != ["sweep"]:
+            raise ValueError(f"tables: {', '.join(grid) or 'none'}")
+        return [table(**each) for each in grid["sweep"]]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         required = 'tables [[sweep]] with script = "...", flags, and axes of lists'
         refuse(Path(path), error, required, "the grid cannot be read", "see reproduce/grids/example.toml")
 

@@ -41,7 +41,7 @@ def paired_text(record: Record) -> str | None:
     return f"{text} =" if text and difference and difference.low <= 0 <= difference.high else text
 
 
-def speedup_text(value: float) -> str:
+def mark_loss(value: float) -> str:
     """Mark with * what is slower than plain decoding."""
     return f"{value:.2f}" + ("*" if value < 1 else "")
 
@@ -61,13 +61,13 @@ def gain_text(record: Record, speedup: str = "speedup", more: str = "mean_accept
     """Return a speedup, and what stands after it."""
     if None in (record.get(speedup), record.get(more)):
         return None
-    return f"{speedup_text(record[speedup])} ({record[more]:.2f})"
+    return f"{mark_loss(record[speedup])} ({record[more]:.2f})"
 
 
 def prediction_text(fact: Record) -> str:
     """Return the published and the predicted number. ?: the acceptance is assumed. *: plain decoding is faster."""
     value, is_ratio = published.predict(fact), "kind" in fact
-    texts = [f"{x:.2f}" if is_ratio else speedup_text(x) for x in (fact["value"], value)]
+    texts = [f"{x:.2f}" if is_ratio else mark_loss(x) for x in (fact["value"], value)]
     return " / ".join(texts) + ("" if is_ratio or published.is_acceptance_known(fact) else "?")
 
 
@@ -109,7 +109,7 @@ def column(name: str) -> Column:
     elif "either" in given:
         key = partial(first_of, given["either"])
     text, align = given.get("format", ""), "<" if given.get("text") else ">"
-    format_ = speedup_text if text == "speedup" else text
+    format_ = mark_loss if text == "speedup" else text
     return Column(key, given.get("head", name), format_, given.get("missing", "-"), align)
 
 

@@ -32,7 +32,7 @@ OF_REPEATS = ("choices", "measured_costs", "measured_costs_seconds")
 SUMMED = ("sequences", "identical_sequences", "rounds", "drafted", "verified", "accepted", "emitted", "seconds")
 SUMMED += ("baseline_emitted", "baseline_seconds")
 SHARED = ("model", "prompts", "B", "gen_len", "verification", "temperature", "drafter", "gamma", "draft_budget")
-SHARED += ("storage",)
+SHARED += ("storage", "text", "draft_weights")
 SIZES = ("category", "task", "context", "dataset", "prefix_len")
 
 

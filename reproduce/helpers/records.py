@@ -95,6 +95,12 @@ def refuse_name(where: object, name: str, known: Sequence[str], what: str, fix: 
     refuse(where, name, ", ".join(listed) + ", …" * (len(known) > len(listed)), what, fix.format(near), DataError)
 
 
+def refuse_column(where: object, name: str, rows: Sequence[Record], fix: str = "use {}") -> NoReturn:
+    """Raise DataError for a column without values, and list the nearest that have any. fix: see `refuse_name`."""
+    known = {name: 0 for row in rows for name, value in row.items() if value is not None}
+    refuse_name(where, name, [*known], "no row has a value of this name", fix)
+
+
 def selected(rows: Sequence[Record], conditions: Iterable[str], of: str = "") -> list[Record]:
     """Return the rows that fulfil every condition. of: says in a message whose these are. Errors: DataError if no row
     does."""
@@ -102,11 +108,10 @@ def selected(rows: Sequence[Record], conditions: Iterable[str], of: str = "") ->
         name, values = parse_condition(condition)
         left = [row for row in rows if row.get(name) in values]
         if not left:
-            seen, what, fix = condition.partition("=")[2], "no row is as described", f"{name}={{}}"
+            where, how = f"the condition {condition}{of}", f"give {flag('where')}" if of else "use"
             if not (known := sorted({str(row[name]) for row in rows if row.get(name) is not None})):
-                seen, what, fix = name, "no row has such a column", "{}=VALUE"
-                known = [*{each: 0 for row in rows for each in row}]
-            how = f"give {flag('where')}" if of else "use"
-            refuse_name(f"the condition {condition}{of}", seen, known, what, f"{how} {fix}")
+                refuse_column(where, name, rows, f"{how} {{}}=VALUE")
+            seen = condition.partition("=")[2]
+            refuse_name(where, seen, known, "no row is as described", f"{how} {name}={{}}")
         rows = left
     return [*rows]

@@ -121,6 +121,9 @@ def test_a_grid_is_the_product_of_its_axes_and_can_be_changed(tmp_path: Path):
     first, *_, last = make_cells(read_grid(str(path)), given)
     assert first.flags == {"benchmark": True, "B": 2, "budgets": [32, 64], "seed": 1, "dtype": "float32"}
     assert last.flags == {"seed": 1, "dtype": "float32"}
+    path.write_text('[[sweep]]\nscript = "a.py"\n[[sweeps]]')
+    with pytest.raises(UserError, match="sweeps"):
+        read_grid(str(path))
 
 
 @pytest.mark.parametrize("grid", sorted((ROOT / "reproduce/grids").glob("*.toml")), ids=lambda path: path.stem)
