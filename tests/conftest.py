@@ -16,11 +16,17 @@ from common.provenance import provenance
 # Small tensors gain nothing from more threads, and on a busy machine lose a lot to threads that wait.
 torch.set_num_threads(1)
 
+LONGEST = ("test_triton_kernels.py", "test_tensor_parallel.py", "test_rank_scripts.py", "test_data_parallel.py")
 COMBINE = {"count": sum, "max": max, "p-value": min}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--evidence", metavar="FILE", help="append what the tests measured to this file, as JSON")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files of the longest tests, so that no process ends long after the others."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def combined(properties: Iterable[tuple[str, object]]) -> dict[str, float]:
