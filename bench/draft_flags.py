@@ -232,8 +232,9 @@ def parse_draft(name: str, field: str = "draft", *, is_whole: bool = False) -> d
         if "policy" in names and policy not in ("", AUTO):
             _known("draft_policy", policy, policies(), AUTO)
         near = [] if "+" in name else get_close_matches(model, [*ALONE, *WITH_MODEL], 1)
-        fix = f"use {near[0]}{':PATH' * (near[0] in WITH_MODEL)}" if near else "check the spelling and the folder"
-        refuse(field, name[:80], FORMS + _or_file(), "there is no such draft", fix)
+        fix = _corrected(model) or "check the spelling and the folder"
+        fix = f"use {near[0]}{':PATH' * (near[0] in WITH_MODEL)}" if near else fix
+        refuse(field, name[:80], FORMS, "there is no such draft", fix)
     options: dict[str, Any] = {"draft": kind, "draft_model": path, "draft_policy": policy, "text_drafts": texts}
     options |= {"gamma": int(length)} if length.isdecimal() else {"gamma_schedule": length}
     options |= {"gamma": AUTO} if length == AUTO else {}
@@ -300,15 +301,16 @@ def _known(field: str, name: str, kinds: Mapping[str, Any], *others: str) -> Any
     """Return the kind of a name. others: values of the field that are no kinds. Errors: ConfigError for an unknown
     name."""
     if name not in kinds:
-        likely = [*get_close_matches(name, [*kinds, *others], 1), "one of these"]
-        required = ", ".join([*kinds, *others]) + _or_file()
-        refuse(field, name[:80], required, f"{flag(field)} has no such value", f"use {likely[0]}")
+        near = get_close_matches(name, [*kinds, *others], 1)
+        fix = f"use {near[0]}" if near else _corrected(name) or "use one of these"
+        refuse(field, name[:80], ", ".join([*kinds, *others]), f"{flag(field)} has no such value", fix)
     return kinds[name]
 
 
-def _or_file() -> str:
-    """Return the end of what is required of a name: it may be that of a file that cannot be imported."""
-    return "".join(f", or that of a file that is left out ({why})" for why in import_files(*PACKAGES))
+def _corrected(name: str) -> str:
+    """Return a fix for an unknown name, if there are files that cannot be imported: one of them may define it."""
+    files = import_files(*PACKAGES)
+    return f"correct the file that defines {name[:80]}: {'; '.join(files)}" if files else ""
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
@@ -318,9 +320,11 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
     for pair in pairs:
         name, is_pair, value = pair.partition("=")
         if not is_pair or name not in known:
-            near = [*get_close_matches(name, sorted(known), 1), "NAME"]
-            required = f"NAME=VALUE, with an option of a draft or policy (see --help){_or_file()}"
-            refuse("draft_options", pair[:80], required, "no draft or policy has this option", f"use {near[0]}=VALUE")
+            near = get_close_matches(name, sorted(known), 1)
+            required = "NAME=VALUE, with an option of a draft or policy (see --help)"
+            fix = f"use {near[0] if near else 'NAME'}={value[:80] or 'VALUE'}"
+            fix = fix if near else _corrected(name) or fix
+            refuse("draft_options", pair[:80], required, "no draft or policy has this option", fix)
         parsed[name] = tuple(read) if isinstance(read := parse_value(value), list) else read
     return parsed
 

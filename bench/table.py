@@ -211,14 +211,14 @@ def _chosen(record: dict[str, Any]) -> str:
 
 def attribution(record: dict[str, Any]) -> list[str]:
     """Return a sentence on what a draft over a cache can gain by."""
-    if (weights := record.get("draft_weights_share")) is None or record.get("gamma") == 0 or "rows" in record:
+    if (weights := record.get("draft_weights_share")) is None or record.get("gamma") == 0:
         return []
     kv, keeps = record["draft_kv_share"], "" if record["draft_entries_share"] < 1 else ", and drops no entry"
     shares = {"weights": weights, "KV entries": kv}
     ways = [f"{share:.0%} of the bytes of the {name}" for name, share in shares.items() if share < 1]
     if len(ways) > 1:
-        apart = "tests/selfspec_benchmark.py --ablate takes them apart"
-        return [f"the draft can gain by reading {' and '.join(ways)}{keeps}; {apart}"]
+        apart = "" if "rows" in record else "; tests/selfspec_benchmark.py --ablate takes them apart"
+        return [f"the draft can gain by reading {' and '.join(ways)}{keeps}{apart}"]
     reads = f"can gain by reading {ways[0]} alone" if ways else "reads all that a plain step reads: it cannot gain"
     return [f"the draft {reads}{keeps}"]
 
