@@ -18,7 +18,7 @@ from tyro.conf import arg
 
 from common.errors import flag, refuse
 from common.flags import Given
-from common.plug_ins import errors_refused, import_files, name_of
+from common.plug_ins import PACKAGES, errors_refused, import_files, name_of
 from common.say import note_without_effect, say_once
 from engine.drafters.config import AUTO, DrafterConfig, Trait, Wrapper, drafters, plug_ins, wrappers
 from engine.drafters.text_drafter import text_kinds
@@ -29,8 +29,6 @@ from models.names import Dtype, KVDtype, Scheme
 DEFAULT_POLICY = "streaming"
 # A budget that means the policy `full`.
 FULL_BUDGET = -1
-# The packages whose files are policies and drafts.
-PACKAGES = "kv_cache", "engine.drafters"
 NAME = re.compile(r"(?:([\w+]+)\+)?(\w+)(?::(.+?))?(?:=(\w+))?(?:@([1-9]\d*|constant|heuristic|confidence|auto))?")
 BUDGETED = [name for name, kind in policies().items() if issubclass(kind, BudgetedPolicy)]
 # Kinds that need no second model, and those that do.

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 from common.errors import ConfigError, UserError, refuse
 
 Kind = TypeVar("Kind", bound=type)
+# The packages whose files are policies and drafts.
+PACKAGES = "kv_cache", "engine.drafters"
 # The variable that names a folder with folders like the packages', such as `kv_cache/` with policies.
 FOLDER = "FORETOKEN_PLUGINS"
 
@@ -64,7 +66,7 @@ def _own_folder(package: str) -> str:
     """Return the folder of a user's files that belong to a package, or an empty text."""
     if not (root := os.environ.get(FOLDER)):
         return ""
-    if not any(os.path.isdir(os.path.join(root, *name)) for name in (["kv_cache"], ["engine", "drafters"])):
+    if not any(os.path.isdir(os.path.join(root, *name.split("."))) for name in PACKAGES):
         what, required = "there are no plug-ins", "a folder with kv_cache/ or engine/drafters/"
         refuse(f"${FOLDER}", root, required, what, "name the folder that these are in")
     folder = os.path.join(root, *package.split("."))

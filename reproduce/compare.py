@@ -323,7 +323,7 @@ def main(flags: Flags) -> None:
     alike = ", ".join(f"{each.head} {each.cell(rows[0])}" for each in same)
     table = console(rows, drawn := [each for each in drawn if each not in same])
     heads = "; ".join(f"{each.head}: {HEADS[each.head]}" for each in drawn if each.head in HEADS)
-    notes = [*bench.legend(table), f"  {heads}"]
+    notes = [*bench.legend(table), *([f"  {heads}"] if heads else [])]
     if any(row["difference"] for row in rows):
         base = configs[0][0]
         budgets = {row["draft_budget"] for row in rows if row["drafter"] == base}
